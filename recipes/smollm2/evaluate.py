@@ -1,0 +1,168 @@
+"""Base, full fine-tune and 1-bit variant on held-out data: loss, exact match, bytes; and whether the
+server's answers are the restored dense model's.
+
+    python recipes/smollm2/evaluate.py --out smollm2 --name mwp --train a.csv --data dev.csv
+
+Loss is the mean negative log-likelihood of answer tokens; exact match is greedy; all in float32.
+The 1-bit answers are asked over HTTP from `soupkit serve --dtype float32`, and again from the dense
+model that `soupkit restore` writes; every answer must be the same, token for token.
+"""
+
+import argparse
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from task import MAX_ANSWER_TOKENS, Example, collate, encode, held_out, load
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+console = Console()
+
+
+@torch.inference_mode()
+def loss_of(model, tokenizer, examples: Sequence[Example]) -> float:
+    """Mean negative log-likelihood of an answer token, in nats."""
+    total, tokens = 0.0, 0
+    for at in range(0, len(examples), 16):
+        batch = collate(encode(examples[at : at + 16], tokenizer))
+        count = int((batch["labels"][:, 1:] != -100).sum())
+        total += float(model(**batch).loss) * count
+        tokens += count
+    return total / tokens
+
+
+@torch.inference_mode()
+def answers_of(model, tokenizer, examples: Sequence[Example], label: str) -> list[list[int]]:
+    """Greedy answers as token ids, one prompt at a time: no padding enters the comparison."""
+    answers = []
+    for example in track(examples, description=label, console=console):
+        ids = tokenizer(example.prompt, add_special_tokens=False, return_tensors="pt").input_ids
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=MAX_ANSWER_TOKENS,
+            do_sample=False,
+        )
+        answers.append(out[0, ids.shape[1] :].tolist())
+    return answers
+
+
+@contextmanager
+def serving(family: Path, *options: str) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "soupkit", "serve", str(family), "--port", str(port)]
+    server = subprocess.Popen([*command, *options])
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            if server.poll() is not None:
+                sys.exit("the server stopped")
+            try:
+                urllib.request.urlopen(f"{url}/ready", timeout=5).close()
+                break
+            except (urllib.error.URLError, TimeoutError):
+                time.sleep(0.5)
+        yield url
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(timeout=60)
+
+
+def ask(url: str, model: str, prompt: list[int]) -> str:
+    body = {"model": model, "prompt": prompt, "max_tokens": MAX_ANSWER_TOKENS, "temperature": 0}
+    request = urllib.request.Request(
+        f"{url}/v1/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        return json.load(answer)["choices"][0]["text"]
+
+
+def served_answers(url: str, model: str, tokenizer, examples: Sequence[Example]) -> list[str]:
+    prompts = [tokenizer(e.prompt, add_special_tokens=False)["input_ids"] for e in examples]
+    with ThreadPoolExecutor(16) as pool:
+        asked = pool.map(lambda prompt: ask(url, model, prompt), prompts)
+        return list(track(asked, f"{model}, served", total=len(prompts), console=console))
+
+
+def interval(share: float, count: int) -> str:
+    """The share with its 95 % half-width (normal approximation)."""
+    half = 1.96 * math.sqrt(share * (1 - share) / count)
+    return f"{share:.1%} +- {half:.1%}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="the folder finetune.py wrote")
+    parser.add_argument("--base", help="folder or hub id; default: OUT/base")
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--train", type=Path, nargs="+", required=True)
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="held-out files")
+    parser.add_argument("--limit", type=int, help="use only the first N held-out examples")
+    options = parser.parse_args()
+    base = options.base or str(options.out / "base")
+    family = options.out / "family"
+    examples = held_out(load(options.train), load(options.data))[: options.limit]
+    tokenizer = AutoTokenizer.from_pretrained(base)
+
+    with tempfile.TemporaryDirectory(dir=options.out) as scratch:
+        dense = Path(scratch) / "dense"
+        restore = ["restore", str(family), options.name, "--out", str(dense), "--dtype", "float32"]
+        subprocess.run([sys.executable, "-m", "soupkit", *restore], check=True)
+        folders = {"base": base, "full": options.out / "full" / options.name, "1 bit": dense}
+        rows, texts = {}, {}
+        for label, folder in folders.items():
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            loss = loss_of(model, tokenizer, examples)
+            ids = answers_of(model, tokenizer, examples, label)
+            texts[label] = [tokenizer.decode(one, skip_special_tokens=True) for one in ids]
+            right = [e.is_right(text) for e, text in zip(examples, texts[label], strict=True)]
+            rows[label] = (loss, right)
+            parameters = sum(p.numel() for p in model.parameters())
+            del model
+
+    with serving(family, "--dtype", "float32") as url:
+        served = served_answers(url, options.name, tokenizer, examples)
+    equal = sum(a == b for a, b in zip(served, texts["1 bit"], strict=True))
+
+    table = Table(title=f"{options.name}: {len(examples)} held-out prompts")
+    for column in ("weights", "loss", "exact match", "right only here / only in full"):
+        table.add_column(column, justify="right" if column != "weights" else "left")
+    for label, (loss, right) in rows.items():
+        full = rows["full"][1]
+        here = sum(a and not b for a, b in zip(right, full, strict=True))
+        there = sum(b and not a for a, b in zip(right, full, strict=True))
+        share = interval(sum(right) / len(right), len(right))
+        table.add_row(label, f"{loss:.4f}", share, f"{here} / {there}")
+    console.print(table)
+    variants = json.loads((family / "family.json").read_text())["variants"]
+    size = (family / variants[options.name]["path"] / "variant.safetensors").stat().st_size
+    console.print(f"variant.safetensors: {size:,} bytes, 1/{2 * parameters / size:.2f} of bf16")
+    console.print(f"served answers equal to the restored model's: {equal} of {len(examples)}")
+    if equal != len(examples):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
