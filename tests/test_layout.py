@@ -17,7 +17,7 @@ LAYER = {
     "checkpoint": 2, "files": 2, "bundle": 2, "adapters": 2, "export": 2, "restore": 2,
     "offline": 2, "verify": 2, "tracking": 2,
     "training": 3, "serving": 3,
-    "cli": 4,
+    "cli": 4, "__main__": 4,
 }  # fmt: skip
 
 # Packages that only the named files may import, and not at all in L1.

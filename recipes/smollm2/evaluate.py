@@ -1,5 +1,4 @@
-"""Base, full fine-tune and 1-bit variant on held-out data: loss, exact match, bytes; and whether the
-server's answers are the restored dense model's.
+"""Base, full fine-tune and 1-bit variant on held-out data: loss, exact match, bytes.
 
     python recipes/smollm2/evaluate.py --out smollm2 --name mwp --train a.csv --data dev.csv
 

@@ -1,11 +1,11 @@
-"""Fine-tunes SmolLM2-135M on a JSONL or CSV task with merges in the loop, and exports the variant.
+"""Fine-tunes SmolLM2-135M on a JSONL or CSV task, merging as it goes, and exports the variant.
 
-    python recipes/smollm2/finetune.py --base smollm2/base --train a.csv b.csv --out smollm2 --name mwp
+    python recipes/smollm2/finetune.py --base smollm2/base --train a.csv --out smollm2 --name mwp
 
-The learning rate is constant while merges go on, then decays: an average helps a run that is
-bouncing around at a constant rate, and holds back one whose rate is already falling. The gate refuses
-every merge that is not better on held-out batches. Embedding and tied head stay frozen, so that a
-variant is one bit a weight for the linears, their scales, and the norms.
+The learning rate is constant while merges go on, then decays: an average helps a run that bounces
+around at a constant rate, and holds back one whose rate is already falling. The gate refuses every
+merge that is not better on held-out batches. Embedding and tied head stay frozen, so that a variant
+is one bit a weight for the linears, their scales, and the norms.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The task of this recipe: prompts and answers from CSV or JSONL files, and when an answer is right.
+"""Prompts and answers from CSV or JSONL files, and when an answer is right.
 
 CSV: arithmetic word problems in SVAMP's layout (columns Question, Numbers, Equation, Answer). The
 model writes the expression, e.g. `( 7 + 2 ) * 3`; it is right when its value is the answer's.
