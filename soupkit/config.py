@@ -1,0 +1,183 @@
+"""What a user chooses: frozen settings that check themselves.
+
+No files and no torch here, so that `import soupkit` stays light. Every refusal is a ValueError that names the
+value, the limit and the remedy.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+Method = Literal["svd_mean", "monosoup", "mean"]
+Gate = Literal["metric", "none"]
+OptimizerState = Literal["keep", "reset"]
+Scale = Literal["row", "matrix"]
+
+DEFAULT_RANK = 64
+MAX_PLANES = 4
+BASE_NAME = "base"
+
+_VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check_variant_name(name: str) -> str:
+    """Return `name` if it may name a variant, a folder and a model id; raise ValueError otherwise."""
+    if not isinstance(name, str) or not _VARIANT_NAME.fullmatch(name):
+        raise ValueError(
+            f"variant name {name!r}: 1 to 128 characters, a letter or digit first, then letters, digits, "
+            "'.', '_' or '-'; choose another name"
+        )
+    if name == BASE_NAME:
+        raise ValueError(f"variant name {name!r} is kept for the base model; choose another name")
+    return name
+
+
+def check_choice(field: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{field}={value!r}: use one of {', '.join(map(repr, choices))}")
+
+
+def check_count(field: str, value: object, *, least: int, most: int | None = None) -> None:
+    """Raise ValueError unless `value` is an int (not a bool) in [least, most]."""
+    limit = f">= {least}" if most is None else f"in {least}..{most}"
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{field}={value!r}: needs a whole number {limit}")
+    if value < least or (most is not None and value > most):
+        raise ValueError(f"{field}={value}: must be {limit}")
+
+
+def check_share(field: str, value: object, *, one_allowed: bool) -> None:
+    """Raise ValueError unless `value` is a number in (0, 1), or (0, 1] where `one_allowed`."""
+    limit = "0 < value <= 1" if one_allowed else "0 < value < 1"
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{field}={value!r}: needs a finite number with {limit}")
+    if value <= 0 or value > 1 or (value == 1 and not one_allowed):
+        raise ValueError(f"{field}={value}: must satisfy {limit}")
+
+
+def check_truncation(rank: int | None, energy: float | None) -> None:
+    """Raise ValueError if rank and energy are both given, or the one that is given is out of range."""
+    if rank is not None and energy is not None:
+        raise ValueError(
+            f"rank={rank} and energy={energy}: give one of the two, set the other to None"
+        )
+    if rank is not None:
+        check_count("rank", rank, least=1)
+    if energy is not None:
+        check_share("energy", energy, one_allowed=True)
+
+
+def _check_patterns(field: str, patterns: object) -> tuple[str, ...]:
+    """The patterns as a tuple; ValueError names the one that is no regular expression."""
+    if isinstance(patterns, str) or not isinstance(patterns, (tuple, list)):
+        raise ValueError(
+            f"{field}={patterns!r}: needs a tuple of regular expressions, as in ({patterns!r},)"
+        )
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(
+                f"{field}: {pattern!r} is no regular expression ({error}); correct it"
+            ) from error
+    return tuple(patterns)
+
+
+@dataclass(frozen=True, slots=True)
+class SoupConfig:
+    """When a run is merged with its best previous weights, and how.
+
+    Args:
+        merge_every_n_steps: optimizer steps from one merge point to the next.
+        start_after_step: no merge point at or before this step.
+        stop_after_step: no merge point after this step; None: to the end.
+        method: "svd_mean" (weighted mean of truncated deltas), "monosoup" (arXiv 2602.09689, on the weighted
+            mean delta), "mean" (plain weighted mean).
+        rank: singular triplets kept by svd_mean; 64 unless `energy` is given. The other methods keep all.
+        energy: share of the squared singular values to keep, in (0, 1], instead of a rank; for monosoup the R
+            of its variance variant. One of rank and energy.
+        weight: share of the partner in the merge, in (0, 1); the run's own weights have 1 - weight.
+        feed_back: True: training goes on from the merged weights. False: a side soup, exported at the end.
+        gate: "metric": a merge is kept only if it scores at least as well as the weights before it.
+        gate_batches: evaluation batches that the gate scores.
+        metric_for_best: name of the metric that chooses the partner; None is no choice.
+        greater_is_better: direction of that metric.
+        optimizer_state: "keep": moments stay those of the run; "reset": they start anew after a merge.
+        include, exclude: regular expressions searched in parameter names; empty include: all.
+        seed: of the sketches of the SVD; never touches the global generators.
+    Raises:
+        ValueError: any value out of range.
+    """
+
+    merge_every_n_steps: int = 1000
+    start_after_step: int = 0
+    stop_after_step: int | None = None
+    method: Method = "svd_mean"
+    rank: int | None = None
+    energy: float | None = None
+    weight: float = 0.5
+    feed_back: bool = True
+    gate: Gate = "metric"
+    gate_batches: int = 8
+    metric_for_best: str = "eval_loss"
+    greater_is_better: bool = False
+    optimizer_state: OptimizerState = "keep"
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every field; fill the default rank in."""
+        check_count("merge_every_n_steps", self.merge_every_n_steps, least=1)
+        check_count("start_after_step", self.start_after_step, least=0)
+        if self.stop_after_step is not None:
+            check_count("stop_after_step", self.stop_after_step, least=self.start_after_step + 1)
+        check_choice("method", self.method, get_args(Method))
+        check_truncation(self.rank, self.energy)
+        if self.method == "svd_mean" and self.rank is None and self.energy is None:
+            object.__setattr__(self, "rank", DEFAULT_RANK)
+        check_share("weight", self.weight, one_allowed=False)
+        check_choice("gate", self.gate, get_args(Gate))
+        check_count("gate_batches", self.gate_batches, least=1)
+        check_choice("optimizer_state", self.optimizer_state, get_args(OptimizerState))
+        for field in ("feed_back", "greater_is_better"):
+            check_choice(field, getattr(self, field), (True, False))
+        if not isinstance(self.metric_for_best, str) or not self.metric_for_best:
+            raise ValueError(
+                f"metric_for_best={self.metric_for_best!r}: needs a metric's name, as 'eval_loss'"
+            )
+        check_count("seed", self.seed, least=0)
+        for field in ("include", "exclude"):
+            object.__setattr__(self, field, _check_patterns(field, getattr(self, field)))
+
+
+@dataclass(frozen=True, slots=True)
+class ExportConfig:
+    """Where the variant that a run ends with is written, and in how many bits.
+
+    Args:
+        family: folder of the family, created if absent.
+        name: of the variant: a folder name and a model id.
+        scale: "row": one scale an output row; "matrix": one a matrix, as in the BitDelta paper.
+        planes: sign planes, 1 to 4: each codes what the ones before it left.
+    Raises:
+        ValueError: any value out of range.
+    """
+
+    family: str | Path
+    name: str
+    scale: Scale = "row"
+    planes: int = 1
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        if not isinstance(self.family, (str, Path)) or not str(self.family):
+            raise ValueError(f"family={self.family!r}: needs the path of a folder")
+        check_variant_name(self.name)
+        check_choice("scale", self.scale, get_args(Scale))
+        check_count("planes", self.planes, least=1, most=MAX_PLANES)

@@ -1,0 +1,300 @@
+"""Merges: several deltas of one parameter into one.
+
+    mean      sum_i w_i delta_i
+    svd_mean  sum_i w_i T_r(delta_i)                      truncate, then average (the project's design document)
+    monosoup  lambda_high T_k(d) + lambda_low (d - T_k(d)),   d = sum_i w_i delta_i   (arXiv 2602.09689)
+
+The weights are normalised to sum 1. For monosoup k is the effective rank of d rounded up (or the least rank that
+keeps the share `energy`), lambda_low = rho + (1 - rho) cos, lambda_high = 1 - lambda_low, with
+rho = (sigma_{k+1} / sigma_1)^2 and cos = sqrt(1 - P_k). Vectors (biases, norms) are always averaged plainly;
+experts are merged one by one. Deltas are float32. No files here, and no decision when to merge.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from soupkit.config import Method, check_choice, check_count, check_truncation
+from soupkit.delta import (
+    as_matrices,
+    check_finite,
+    from_matrices,
+    inner_product,
+    layout,
+    squared_norm,
+)
+from soupkit.errors import MergeError
+from soupkit.svd import TruncatedSVD, effective_rank, full_precision, spectrum, truncated_svd
+
+
+@dataclass(frozen=True, slots=True)
+class MergeRule:
+    """How deltas are merged.
+
+    Args:
+        method: "svd_mean", "monosoup" or "mean".
+        rank, energy: svd_mean needs exactly one; for monosoup energy is the R of its variance variant and None
+            means effective rank; mean uses neither.
+        weights: one a delta, finite, positive sum; stored normalised to sum 1. None: equal.
+        seed: of the sketches; each parameter gets its own from it and its name.
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    method: Method = "svd_mean"
+    rank: int | None = None
+    energy: float | None = None
+    weights: tuple[float, ...] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every field; normalise the weights."""
+        check_choice("method", self.method, get_args(Method))
+        check_truncation(self.rank, self.energy)
+        if self.method == "svd_mean" and self.rank is None and self.energy is None:
+            raise ValueError("method='svd_mean' needs rank= or energy=, as in rank=64")
+        check_count("seed", self.seed, least=0)
+        if self.weights is None:
+            return
+        total = math.fsum(self.weights)
+        if not self.weights or not math.isfinite(total) or total <= 0:
+            raise ValueError(f"weights={self.weights!r}: need finite numbers with a positive sum")
+        object.__setattr__(self, "weights", tuple(weight / total for weight in self.weights))
+
+    def weights_for(self, count: int) -> tuple[float, ...]:
+        """The normalised weights of `count` deltas; ValueError if the rule has another number of them."""
+        weights = self.weights or (1.0 / count,) * count
+        if len(weights) != count:
+            raise ValueError(f"{len(weights)} weights for {count} deltas: give one a delta")
+        return weights
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixReport:
+    """What one merge did to one parameter.
+
+    Args:
+        name, shape: of the parameter. method: as applied ("mean" for vectors).
+        rank: largest rank kept over deltas and experts; 0 for a plain mean.
+        kept_energy: share of the deltas' energy that entered the result (monosoup: P_k).
+        delta_norms: Frobenius norm of each delta. merged_norm: of the result.
+        cosine: between the first two deltas; 0.0 where one is zero, 1.0 if there is one delta.
+        solver: of the decomposition, several joined by "+"; "none" if there was none.
+        seconds: wall time.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    method: str
+    rank: int
+    kept_energy: float
+    delta_norms: tuple[float, ...]
+    merged_norm: float
+    cosine: float
+    solver: str
+    seconds: float
+
+    def to_json(self) -> dict[str, object]:
+        """The fields as JSON types."""
+        return {**asdict(self), "shape": list(self.shape), "delta_norms": list(self.delta_norms)}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Merged:
+    """One merged matrix with the figures of its report; energies are absolute, so that experts add up."""
+
+    matrix: Tensor
+    rank: int
+    kept: float
+    total: float
+    solvers: frozenset[str]
+
+
+def merge_deltas(
+    name: str, deltas: Sequence[Tensor], rule: MergeRule
+) -> tuple[Tensor, MatrixReport]:
+    """Merge the deltas of one parameter.
+
+    Args:
+        name: canonical, decides the layout and seeds the sketches.
+        deltas: at least one, float32, one shape, finite.
+        rule: see MergeRule.
+    Returns:
+        The merged delta (float32, same shape, fresh memory, first delta's device) and its report. The order of
+        deltas with their weights changes it by float32 rounding at most.
+    Raises:
+        ValueError: no deltas, a dtype other than float32, or weights of another number.
+        MergeError: shapes differ, or an entry is not finite.
+    """
+    started = time.perf_counter()
+    _check_deltas(name, deltas)
+    shape = tuple(deltas[0].shape)
+    weights = rule.weights_for(len(deltas))
+    norms = tuple(math.sqrt(squared_norm(delta)) for delta in deltas)
+    with full_precision(deltas[0]):
+        if rule.method == "mean" or layout(name, shape) == "vector":
+            method, merged = "mean", _mean(deltas, weights)
+            parts = [_Merged(merged, 0, 1.0, 1.0, frozenset())]
+        else:
+            method = rule.method
+            batches = [as_matrices(name, delta) for delta in deltas]
+            parts = [
+                _merge_matrices(
+                    [batch[index] for batch in batches],
+                    weights,
+                    rule,
+                    _seed(rule.seed, name, index),
+                )
+                for index in range(batches[0].shape[0])
+            ]
+            merged = from_matrices(name, torch.stack([part.matrix for part in parts]), shape)
+    check_finite(name, merged)
+    total = math.fsum(part.total for part in parts)
+    return merged, MatrixReport(
+        name=name,
+        shape=shape,
+        method=method,
+        rank=max(part.rank for part in parts),
+        kept_energy=math.fsum(part.kept for part in parts) / total if total else 1.0,
+        delta_norms=norms,
+        merged_norm=math.sqrt(squared_norm(merged)),
+        cosine=_cosine(deltas, norms),
+        solver="+".join(sorted(frozenset().union(*(part.solvers for part in parts)))) or "none",
+        seconds=time.perf_counter() - started,
+    )
+
+
+def monosoup_coefficients(
+    singular_values: Tensor, *, energy: float | None = None
+) -> tuple[int, float, float, float, float, float]:
+    """MonoSoup's numbers from all singular values of a delta.
+
+    Args:
+        singular_values: [p], >= 0, any order, p >= 1. Values below p float32 roundings of the largest count as 0,
+            because they are the rounding of the matrix they come from.
+        energy: None: k is the effective rank rounded up; else the least k with this share of the squares.
+    Returns:
+        (k, lambda_high, lambda_low, P_k, rho, cos); for all zeros (1, 1, 0, 1, 0, 0).
+    Raises:
+        ValueError: no value, or one that is negative or not finite.
+    """
+    if singular_values.numel() == 0:
+        raise ValueError(
+            "no singular values: an empty matrix has no MonoSoup edit; treat it as a vector"
+        )
+    check_truncation(None, energy)
+    values = singular_values.double().sort(descending=True).values
+    noise = values.numel() * torch.finfo(torch.float32).eps * values[0]
+    values = torch.where(values > noise, values, torch.zeros_like(values))
+    rank = effective_rank(values)
+    if rank == 0.0:
+        return 1, 1.0, 0.0, 1.0, 0.0, 0.0
+    squares = (values / values[0]).square()
+    total = float(squares.sum())
+    # A flat spectrum has a whole effective rank up to rounding, which must not round up.
+    k = math.ceil(rank - 1e-6)
+    if energy is not None:
+        k = int((squares.cumsum(0) < energy * total * (1 - 1e-12)).sum()) + 1
+    k = min(max(k, 1), values.numel())
+    tail = float(squares[k:].sum()) / total
+    rho = float(squares[k]) if k < values.numel() else 0.0
+    cos = math.sqrt(tail)
+    low = min(max(rho + (1 - rho) * cos, 0.0), 1.0)
+    return k, 1.0 - low, low, 1.0 - tail, rho, cos
+
+
+def _check_deltas(name: str, deltas: Sequence[Tensor]) -> None:
+    """Raise as `merge_deltas` says unless the deltas can be merged."""
+    if not deltas:
+        raise ValueError(f"{name}: no deltas to merge; give at least one")
+    for delta in deltas:
+        if delta.dtype != torch.float32:
+            raise ValueError(
+                f"{name}: delta is {delta.dtype}; deltas are float32, as soupkit.delta.subtract gives"
+            )
+        if delta.shape != deltas[0].shape:
+            raise MergeError(
+                f"{name}: deltas of shapes {tuple(deltas[0].shape)} and {tuple(delta.shape)}; merge needs one shape"
+            )
+        check_finite(name, delta)
+
+
+def _seed(seed: int, name: str, index: int) -> int:
+    """A seed of its own for each matrix, the same on every machine."""
+    return zlib.crc32(f"{seed}:{name}:{index}".encode())
+
+
+def _cosine(deltas: Sequence[Tensor], norms: Sequence[float]) -> float:
+    """Cosine of the first two deltas; see MatrixReport."""
+    if len(deltas) == 1:
+        return 1.0
+    scale = norms[0] * norms[1]
+    return max(-1.0, min(1.0, inner_product(deltas[0], deltas[1]) / scale)) if scale else 0.0
+
+
+def _mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """sum_i w_i delta_i."""
+    total = deltas[0] * weights[0]
+    for delta, weight in zip(deltas[1:], weights[1:], strict=True):
+        total.add_(delta, alpha=weight)
+    return total
+
+
+def _merge_matrices(
+    matrices: Sequence[Tensor], weights: Sequence[float], rule: MergeRule, seed: int
+) -> _Merged:
+    """Merge matrices [out, in] by svd_mean or monosoup."""
+    if rule.method == "monosoup":
+        return _monosoup(_mean(matrices, weights), rule.energy)
+    return _svd_mean(matrices, weights, rule, seed)
+
+
+def _svd_mean(
+    matrices: Sequence[Tensor], weights: Sequence[float], rule: MergeRule, seed: int
+) -> _Merged:
+    """sum_i w_i T_r(delta_i); the plain mean, exactly, where r cuts nothing."""
+    if rule.rank is not None and rule.rank >= min(matrices[0].shape):
+        return _Merged(_mean(matrices, weights), min(matrices[0].shape), 1.0, 1.0, frozenset())
+    cuts = [
+        truncated_svd(matrix, rank=rule.rank, energy=rule.energy, seed=seed) for matrix in matrices
+    ]
+    merged = cuts[0].left @ cuts[0].right * weights[0]
+    for cut, weight in zip(cuts[1:], weights[1:], strict=True):
+        merged.addmm_(cut.left, cut.right, alpha=weight)
+    total = math.fsum(cut.total_energy for cut in cuts)
+    return _Merged(
+        merged,
+        max(cut.rank for cut in cuts),
+        _kept(cuts),
+        total,
+        frozenset(cut.solver for cut in cuts),
+    )
+
+
+def _kept(cuts: Sequence[TruncatedSVD]) -> float:
+    """Energy that the truncations keep, summed over the deltas."""
+    return math.fsum(cut.kept_energy * cut.total_energy for cut in cuts)
+
+
+def _monosoup(mean: Tensor, energy: float | None) -> _Merged:
+    """lambda_high T_k(mean) + lambda_low (mean - T_k(mean)), by the smaller of the two projections."""
+    parts = spectrum(mean)
+    k, high, low, kept, _, _ = monosoup_coefficients(parts.singular_values, energy=energy)
+    total = float(parts.singular_values.square().sum())
+    tail_is_smaller = 2 * k > parts.vectors.shape[1]
+    vectors = parts.vectors[:, k:] if tail_is_smaller else parts.vectors[:, :k]
+    vectors = vectors.to(mean.dtype)
+    if mean.shape[0] >= mean.shape[1]:
+        part = (mean @ vectors) @ vectors.T
+    else:
+        part = vectors @ (vectors.T @ mean)
+    scale, extra = (high, low - high) if tail_is_smaller else (low, high - low)
+    return _Merged(mean * scale + part * extra, k, kept * total, total, frozenset({parts.solver}))
