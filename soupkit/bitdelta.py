@@ -3,9 +3,10 @@
     delta ~ sum_p scale_p * S_p,   S_p = sign(residual_p) in {-1, +1},   scale_p = mean |residual_p|
     residual_0 = delta,   residual_{p+1} = residual_p - scale_p * S_p
 
-The mean of absolute values is the scale with the least Frobenius error, for a row ("row") or for the whole matrix
-("matrix", the paper's form). The sign of zero is +1 and zeros count in the mean. Source: BitDelta, arXiv 2402.10193;
-planes beyond the first are its fidelity ablation. Not here: scale distillation, files, what to encode at all.
+The mean of absolute values is the scale with the least Frobenius error, for a row ("row") or for
+the whole matrix ("matrix", the paper's form). The sign of zero is +1 and zeros count in the mean.
+Source: BitDelta, arXiv 2402.10193; planes beyond the first are its fidelity ablation. Not here:
+scale distillation, files, what to encode at all.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from soupkit_kernels.bitpack import pack, packed_width, unpack
 from torch import Tensor
 
 from soupkit.config import MAX_PLANES, Scale, check_choice, check_count
-from soupkit.delta import as_matrices, check_finite, from_matrices, layout, squared_norm
+from soupkit.delta import as_matrices, from_matrices, layout
+from soupkit.numeric import check_finite, squared_norm
+from soupkit_kernels.bitpack import pack, packed_width, unpack
 
 # Entries of a block of rows: its float32 and float64 copies are the only temporaries.
 _BLOCK_ENTRIES = 1 << 19
@@ -48,13 +50,13 @@ class SignDelta:
             )
         if self.signs.ndim != 3 or self.signs.shape[2] != packed_width(self.in_features):
             raise ValueError(
-                f"signs of shape {tuple(self.signs.shape)}: needs [planes, out, {packed_width(self.in_features)}] "
-                f"for in_features={self.in_features}"
+                f"signs of shape {tuple(self.signs.shape)} for in_features={self.in_features}: "
+                f"needs [planes, out, {packed_width(self.in_features)}]"
             )
         if tuple(self.scale.shape) not in ((self.planes, self.out_features), (self.planes, 1)):
             raise ValueError(
-                f"scale of shape {tuple(self.scale.shape)}: needs [{self.planes}, {self.out_features}] "
-                f"or [{self.planes}, 1]"
+                f"scale of shape {tuple(self.scale.shape)}: "
+                f"needs [{self.planes}, {self.out_features}] or [{self.planes}, 1]"
             )
 
     @property
@@ -90,7 +92,7 @@ def _decode_rows(signs: Tensor, scale: Tensor, rows: slice, in_features: int) ->
 
 
 def _encode_plane(delta: Tensor, signs: Tensor, scale: Tensor, plane: int) -> Tensor:
-    """Write the signs of what the planes before `plane` leave; return its row means of |.|, float64 [out]."""
+    """Write the signs of what earlier planes leave; return its row means of |.|, float64 [out]."""
     out_features, in_features = delta.shape
     means = torch.zeros(out_features, dtype=torch.float64, device=delta.device)
     for rows in _row_blocks(out_features, in_features):
@@ -154,7 +156,8 @@ def residual_energy(delta: Tensor, encoded: SignDelta) -> float:
     """
     if tuple(delta.shape) != (encoded.out_features, encoded.in_features):
         raise ValueError(
-            f"delta of shape {tuple(delta.shape)} against signs of ({encoded.out_features}, {encoded.in_features})"
+            f"delta of shape {tuple(delta.shape)} against an encoding of "
+            f"({encoded.out_features}, {encoded.in_features}); compare a delta with its own"
         )
     total = squared_norm(delta)
     if total == 0.0:

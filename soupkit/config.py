@@ -1,7 +1,7 @@
 """What a user chooses: frozen settings that check themselves.
 
-No files and no torch here, so that `import soupkit` stays light. Every refusal is a ValueError that names the
-value, the limit and the remedy.
+No files and no torch here, so that `import soupkit` stays light. Every refusal is a ValueError that
+names the value, the limit and the remedy.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def check_variant_name(name: str) -> str:
-    """Return `name` if it may name a variant, a folder and a model id; raise ValueError otherwise."""
+    """Return `name` if it may name a variant, its folder and a model; ValueError otherwise."""
     if not isinstance(name, str) or not _VARIANT_NAME.fullmatch(name):
         raise ValueError(
-            f"variant name {name!r}: 1 to 128 characters, a letter or digit first, then letters, digits, "
-            "'.', '_' or '-'; choose another name"
+            f"variant name {name!r}: needs 1 to 128 characters, a letter or digit first, then "
+            "letters, digits, '.', '_' or '-'; choose another name"
         )
     if name == BASE_NAME:
         raise ValueError(f"variant name {name!r} is kept for the base model; choose another name")
@@ -61,7 +61,7 @@ def check_share(field: str, value: object, *, one_allowed: bool) -> None:
 
 
 def check_truncation(rank: int | None, energy: float | None) -> None:
-    """Raise ValueError if rank and energy are both given, or the one that is given is out of range."""
+    """Raise ValueError if rank and energy are both given, or one is out of range."""
     if rank is not None and energy is not None:
         raise ValueError(
             f"rank={rank} and energy={energy}: give one of the two, set the other to None"
@@ -96,18 +96,21 @@ class SoupConfig:
         merge_every_n_steps: optimizer steps from one merge point to the next.
         start_after_step: no merge point at or before this step.
         stop_after_step: no merge point after this step; None: to the end.
-        method: "svd_mean" (weighted mean of truncated deltas), "monosoup" (arXiv 2602.09689, on the weighted
-            mean delta), "mean" (plain weighted mean).
-        rank: singular triplets kept by svd_mean; 64 unless `energy` is given. The other methods keep all.
-        energy: share of the squared singular values to keep, in (0, 1], instead of a rank; for monosoup the R
-            of its variance variant. One of rank and energy.
+        method: "svd_mean" (weighted mean of truncated deltas), "monosoup" (arXiv 2602.09689, on the
+            weighted mean delta), "mean" (plain weighted mean).
+        rank: singular triplets kept by svd_mean; 64 unless `energy` is given. The other methods
+            keep all.
+        energy: share of the squared singular values to keep, in (0, 1], instead of a rank; for
+            monosoup the R of its variance variant. One of rank and energy.
         weight: share of the partner in the merge, in (0, 1); the run's own weights have 1 - weight.
-        feed_back: True: training goes on from the merged weights. False: a side soup, exported at the end.
+        feed_back: True: training goes on from the merged weights. False: a side soup, exported at
+            the end.
         gate: "metric": a merge is kept only if it scores at least as well as the weights before it.
         gate_batches: evaluation batches that the gate scores.
         metric_for_best: name of the metric that chooses the partner; None is no choice.
         greater_is_better: direction of that metric.
-        optimizer_state: "keep": moments stay those of the run; "reset": they start anew after a merge.
+        optimizer_state: "keep": moments stay those of the run; "reset": they start anew after a
+        merge.
         include, exclude: regular expressions searched in parameter names; empty include: all.
         seed: of the sketches of the SVD; never touches the global generators.
     Raises:

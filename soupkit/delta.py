@@ -2,9 +2,9 @@
 
     delta = float32(W_ft) - float32(W_base)
 
-Subtracted in float32 (float64 where an input has it), because in bfloat16 the update is rounded away. A delta that
-takes part in a merge or an encoding is seen as a batch of matrices [batch, out, in]; what is no matrix is a vector.
-This module reads no files and decides nothing about merges.
+Subtracted in float32 (float64 where an input has it), because in bfloat16 the update is rounded
+away. A delta that takes part in a merge or an encoding is seen as a batch of matrices [batch, out,
+in]; what is no matrix is a vector. This module reads no files and decides nothing about merges.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 
 from soupkit.errors import MergeError
+from soupkit.numeric import check_finite
 
 Layout = Literal["vector", "matrix", "conv", "experts"]
 
-# What wrappers (DDP and DataParallel, torch.compile, FSDP, activation checkpointing) put into parameter names.
+# What wrappers (DDP and DataParallel, torch.compile, FSDP, activation checkpointing) put into
+# parameter names.
 WRAPPER_PARTS = frozenset(
     {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 )
-
-# Entries summed at a time in float64: 8 MB of scratch, which stays in cache.
-_BLOCK_ENTRIES = 1 << 20
 
 
 class TensorSource(Protocol):
@@ -51,12 +50,12 @@ class TensorSource(Protocol):
 
 
 def canonical_name(name: str) -> str:
-    """`name` without the path parts that wrappers add: "module._orig_mod.lm_head.weight" -> "lm_head.weight"."""
+    """`name` without wrapper parts: "module._orig_mod.norm.weight" -> "norm.weight"."""
     return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
 
 
 def selected(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
-    """True if some include pattern is found in `name` (or there is none) and no exclude pattern is."""
+    """True if an include pattern is found in `name`, or there is none, and no exclude is."""
     wanted = not include or any(re.search(pattern, name) for pattern in include)
     return wanted and not any(re.search(pattern, name) for pattern in exclude)
 
@@ -66,8 +65,9 @@ def layout(name: str, shape: Sequence[int]) -> Layout:
 
     Returns:
         "vector": at most one axis, or empty; "matrix": [out, in]; "conv": [out, in, kernel...];
-        "experts": [experts, out, in], one matrix an expert. A 3-D tensor is a Conv1d kernel if its name ends
-        ".weight" (a module's own weight) and experts otherwise (parameters such as "experts.gate_up_proj").
+        "experts": [experts, out, in], one matrix an expert. A 3-D tensor is a Conv1d kernel if its
+        name ends ".weight" (a module's own weight) and experts otherwise (parameters such as
+        "experts.gate_up_proj").
     """
     if len(shape) <= 1 or 0 in shape:
         return "vector"
@@ -103,22 +103,6 @@ def from_matrices(name: str, matrices: Tensor, shape: Sequence[int]) -> Tensor:
     return matrices.reshape(tuple(shape))
 
 
-def check_finite(name: str, tensor: Tensor) -> None:
-    """Raise MergeError that names the tensor and the index of its first entry that is NaN or infinite."""
-    if tensor.numel() == 0:
-        return
-    # aminmax carries NaN and infinity through in one pass without a mask of the tensor's size.
-    low, high = torch.aminmax(tensor)
-    if bool(torch.isfinite(low) & torch.isfinite(high)):
-        return
-    first = int(torch.isfinite(tensor).logical_not().reshape(-1).to(torch.uint8).argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), tensor.shape))
-    raise MergeError(
-        f"{name}: {float(tensor.reshape(-1)[first])} at index {index} of shape {tuple(tensor.shape)}; "
-        "every weight must be finite: use a checkpoint from before the run diverged"
-    )
-
-
 def subtract(finetuned: Tensor, base: Tensor, *, name: str) -> Tensor:
     """The delta of one parameter.
 
@@ -148,19 +132,3 @@ def subtract(finetuned: Tensor, base: Tensor, *, name: str) -> Tensor:
         delta = delta.to(torch.float32)
         check_finite(name, delta)
     return delta
-
-
-def inner_product(a: Tensor, b: Tensor) -> float:
-    """<a, b> = sum of a_i b_i, accumulated in float64 block by block; same shape, any dtype."""
-    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
-    total = 0.0
-    for start in range(0, flat_a.numel(), _BLOCK_ENTRIES):
-        block_a = flat_a[start : start + _BLOCK_ENTRIES].double()
-        block_b = block_a if a is b else flat_b[start : start + _BLOCK_ENTRIES].double()
-        total += float(torch.dot(block_a, block_b))
-    return total
-
-
-def squared_norm(tensor: Tensor) -> float:
-    """||tensor||_F^2, accumulated in float64."""
-    return inner_product(tensor, tensor)

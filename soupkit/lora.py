@@ -2,8 +2,8 @@
 
     delta ~ b @ a,   b [out, r] = U_r sqrt(S_r),   a [r, in] = sqrt(S_r) V_r^T
 
-sqrt(S) on both sides keeps the factors in one range, as PEFT's adapters have after training. Not here: adapter folders,
-lora_alpha (a factor of 1 is meant), and which modules an adapter may hold.
+sqrt(S) on both sides keeps the factors in one range, as PEFT's adapters have after training. Not
+here: adapter folders, lora_alpha (a factor of 1 is meant), and which modules an adapter may hold.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from soupkit.config import check_count, check_share
-from soupkit.delta import squared_norm
-from soupkit.svd import full_precision, singular_values, truncated_svd
+from soupkit.numeric import full_precision, squared_norm
+from soupkit.svd import singular_values, truncated_svd
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,12 +37,12 @@ class Factors:
 
 
 def rounding_tolerance(shape: tuple[int, ...]) -> float:
-    """The relative singular value below which a float32 matrix of this shape holds only rounding."""
+    """The relative singular value below which a float32 matrix holds only rounding."""
     return max(shape) * torch.finfo(torch.float32).eps
 
 
 def numerical_rank(delta: Tensor, *, tolerance: float | None = None) -> int:
-    """Number of singular values of [out, in] above `tolerance` times the largest; None: float32 rounding."""
+    """Singular values of [out, in] above `tolerance` times the largest; None: float32 rounding."""
     values = singular_values(delta)
     if values.numel() == 0 or float(values[0]) == 0.0:
         return 0
@@ -64,7 +64,8 @@ def factor(
         The factors, of rank at most the numerical rank where `rank` is None, and the lost energy
         ||delta - b a||^2 / ||delta||^2 (0.0 for a zero delta).
     Raises:
-        ValueError: wrong dtype or shape, or an option out of range. MergeError: an entry is not finite.
+        ValueError: wrong dtype or shape, or an option out of range. MergeError: an entry is not
+            finite.
     """
     if rank is not None:
         check_count("rank", rank, least=1)

@@ -1,13 +1,15 @@
 """Merges: several deltas of one parameter into one.
 
     mean      sum_i w_i delta_i
-    svd_mean  sum_i w_i T_r(delta_i)                      truncate, then average (the project's design document)
-    monosoup  lambda_high T_k(d) + lambda_low (d - T_k(d)),   d = sum_i w_i delta_i   (arXiv 2602.09689)
+    svd_mean  sum_i w_i T_r(delta_i)                      truncate, then average (the project's
+    design document) monosoup  lambda_high T_k(d) + lambda_low (d - T_k(d)),   d = sum_i w_i delta_i
+      (arXiv 2602.09689)
 
-The weights are normalised to sum 1. For monosoup k is the effective rank of d rounded up (or the least rank that
-keeps the share `energy`), lambda_low = rho + (1 - rho) cos, lambda_high = 1 - lambda_low, with
-rho = (sigma_{k+1} / sigma_1)^2 and cos = sqrt(1 - P_k). Vectors (biases, norms) are always averaged plainly;
-experts are merged one by one. Deltas are float32. No files here, and no decision when to merge.
+The weights are normalised to sum 1. For monosoup k is the effective rank of d rounded up (or the
+least rank that keeps the share `energy`), lambda_low = rho + (1 - rho) cos, lambda_high = 1 -
+lambda_low, with rho = (sigma_{k+1} / sigma_1)^2 and cos = sqrt(1 - P_k). Vectors (biases, norms)
+are always averaged plainly; experts are merged one by one. Deltas are float32. No files here, and
+no decision when to merge.
 """
 
 from __future__ import annotations
@@ -23,16 +25,12 @@ import torch
 from torch import Tensor
 
 from soupkit.config import Method, check_choice, check_count, check_truncation
-from soupkit.delta import (
-    as_matrices,
-    check_finite,
-    from_matrices,
-    inner_product,
-    layout,
-    squared_norm,
-)
+from soupkit.delta import as_matrices, from_matrices, layout
 from soupkit.errors import MergeError
-from soupkit.svd import TruncatedSVD, effective_rank, full_precision, spectrum, truncated_svd
+from soupkit.monosoup import edit
+from soupkit.monosoup import monosoup_coefficients as monosoup_coefficients
+from soupkit.numeric import check_finite, full_precision, inner_product, squared_norm
+from soupkit.svd import TruncatedSVD, truncated_svd
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +39,8 @@ class MergeRule:
 
     Args:
         method: "svd_mean", "monosoup" or "mean".
-        rank, energy: svd_mean needs exactly one; for monosoup energy is the R of its variance variant and None
-            means effective rank; mean uses neither.
+        rank, energy: svd_mean needs exactly one; for monosoup energy is the R of its variance
+            variant and None means effective rank; mean uses neither.
         weights: one a delta, finite, positive sum; stored normalised to sum 1. None: equal.
         seed: of the sketches; each parameter gets its own from it and its name.
     Raises:
@@ -70,7 +68,7 @@ class MergeRule:
         object.__setattr__(self, "weights", tuple(weight / total for weight in self.weights))
 
     def weights_for(self, count: int) -> tuple[float, ...]:
-        """The normalised weights of `count` deltas; ValueError if the rule has another number of them."""
+        """The normalised weights of `count` deltas; ValueError if the rule has another number."""
         weights = self.weights or (1.0 / count,) * count
         if len(weights) != count:
             raise ValueError(f"{len(weights)} weights for {count} deltas: give one a delta")
@@ -109,7 +107,7 @@ class MatrixReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Merged:
-    """One merged matrix with the figures of its report; energies are absolute, so that experts add up."""
+    """One merged matrix and its figures; energies are absolute, so that experts add up."""
 
     matrix: Tensor
     rank: int
@@ -128,8 +126,8 @@ def merge_deltas(
         deltas: at least one, float32, one shape, finite.
         rule: see MergeRule.
     Returns:
-        The merged delta (float32, same shape, fresh memory, first delta's device) and its report. The order of
-        deltas with their weights changes it by float32 rounding at most.
+        The merged delta (float32, same shape, fresh memory, first delta's device) and its report.
+        The order of deltas with their weights changes it by float32 rounding at most.
     Raises:
         ValueError: no deltas, a dtype other than float32, or weights of another number.
         MergeError: shapes differ, or an entry is not finite.
@@ -172,45 +170,6 @@ def merge_deltas(
     )
 
 
-def monosoup_coefficients(
-    singular_values: Tensor, *, energy: float | None = None
-) -> tuple[int, float, float, float, float, float]:
-    """MonoSoup's numbers from all singular values of a delta.
-
-    Args:
-        singular_values: [p], >= 0, any order, p >= 1. Values below p float32 roundings of the largest count as 0,
-            because they are the rounding of the matrix they come from.
-        energy: None: k is the effective rank rounded up; else the least k with this share of the squares.
-    Returns:
-        (k, lambda_high, lambda_low, P_k, rho, cos); for all zeros (1, 1, 0, 1, 0, 0).
-    Raises:
-        ValueError: no value, or one that is negative or not finite.
-    """
-    if singular_values.numel() == 0:
-        raise ValueError(
-            "no singular values: an empty matrix has no MonoSoup edit; treat it as a vector"
-        )
-    check_truncation(None, energy)
-    values = singular_values.double().sort(descending=True).values
-    noise = values.numel() * torch.finfo(torch.float32).eps * values[0]
-    values = torch.where(values > noise, values, torch.zeros_like(values))
-    rank = effective_rank(values)
-    if rank == 0.0:
-        return 1, 1.0, 0.0, 1.0, 0.0, 0.0
-    squares = (values / values[0]).square()
-    total = float(squares.sum())
-    # A flat spectrum has a whole effective rank up to rounding, which must not round up.
-    k = math.ceil(rank - 1e-6)
-    if energy is not None:
-        k = int((squares.cumsum(0) < energy * total * (1 - 1e-12)).sum()) + 1
-    k = min(max(k, 1), values.numel())
-    tail = float(squares[k:].sum()) / total
-    rho = float(squares[k]) if k < values.numel() else 0.0
-    cos = math.sqrt(tail)
-    low = min(max(rho + (1 - rho) * cos, 0.0), 1.0)
-    return k, 1.0 - low, low, 1.0 - tail, rho, cos
-
-
 def _check_deltas(name: str, deltas: Sequence[Tensor]) -> None:
     """Raise as `merge_deltas` says unless the deltas can be merged."""
     if not deltas:
@@ -218,11 +177,12 @@ def _check_deltas(name: str, deltas: Sequence[Tensor]) -> None:
     for delta in deltas:
         if delta.dtype != torch.float32:
             raise ValueError(
-                f"{name}: delta is {delta.dtype}; deltas are float32, as soupkit.delta.subtract gives"
+                f"{name}: delta is {delta.dtype}; deltas are float32, see soupkit.delta.subtract"
             )
         if delta.shape != deltas[0].shape:
             raise MergeError(
-                f"{name}: deltas of shapes {tuple(deltas[0].shape)} and {tuple(delta.shape)}; merge needs one shape"
+                f"{name}: deltas of shapes {tuple(deltas[0].shape)} and {tuple(delta.shape)}; "
+                "a merge needs one shape"
             )
         check_finite(name, delta)
 
@@ -253,7 +213,9 @@ def _merge_matrices(
 ) -> _Merged:
     """Merge matrices [out, in] by svd_mean or monosoup."""
     if rule.method == "monosoup":
-        return _monosoup(_mean(matrices, weights), rule.energy)
+        done = edit(_mean(matrices, weights), energy=rule.energy)
+        kept = done.kept_energy * done.total_energy
+        return _Merged(done.matrix, done.rank, kept, done.total_energy, frozenset({done.solver}))
     return _svd_mean(matrices, weights, rule, seed)
 
 
@@ -282,19 +244,3 @@ def _svd_mean(
 def _kept(cuts: Sequence[TruncatedSVD]) -> float:
     """Energy that the truncations keep, summed over the deltas."""
     return math.fsum(cut.kept_energy * cut.total_energy for cut in cuts)
-
-
-def _monosoup(mean: Tensor, energy: float | None) -> _Merged:
-    """lambda_high T_k(mean) + lambda_low (mean - T_k(mean)), by the smaller of the two projections."""
-    parts = spectrum(mean)
-    k, high, low, kept, _, _ = monosoup_coefficients(parts.singular_values, energy=energy)
-    total = float(parts.singular_values.square().sum())
-    tail_is_smaller = 2 * k > parts.vectors.shape[1]
-    vectors = parts.vectors[:, k:] if tail_is_smaller else parts.vectors[:, :k]
-    vectors = vectors.to(mean.dtype)
-    if mean.shape[0] >= mean.shape[1]:
-        part = (mean @ vectors) @ vectors.T
-    else:
-        part = vectors @ (vectors.T @ mean)
-    scale, extra = (high, low - high) if tail_is_smaller else (low, high - low)
-    return _Merged(mean * scale + part * extra, k, kept * total, total, frozenset({parts.solver}))

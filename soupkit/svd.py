@@ -1,32 +1,31 @@
 """Truncated singular value decompositions of deltas, with figures for what they drop.
 
-    T_r(A) = sum_{i <= r} sigma_i u_i v_i^T,   ||A - T_r(A)||_F^2 = sum_{i > r} sigma_i^2   (Eckart-Young)
+    T_r(A) = sum_{i <= r} sigma_i u_i v_i^T,   ||A - T_r(A)||_F^2 = sum_{i > r} sigma_i^2
 
-Only the vectors of the short side are solved for: T_r(A) = (A V_r) V_r^T. Three solvers:
+(Eckart and Young). Only the short side is solved for: T_r(A) = (A V_r) V_r^T. Three solvers:
 - full: LAPACK's SVD in float64; small matrices.
-- gram: eigenvectors of the Gram matrix of the short side; in float32 where its rounding, bounded afterwards, cannot
-  cost more than TOLERANCE of the dropped energy ("gram32"), else in float64 ("gram").
-- krylov: randomised block Krylov (Musco and Musco, arXiv 1504.05477) where the rank is far below the short side.
-  Its dropped energy is measured on A - T_r(A) itself; accepted when another pass would win less than TOLERANCE of
-  it, else gram takes over.
-Effective rank: Roy and Vetterli 2007. Works on any device; leaves the global random generators and the caller's
-float32 matmul precision as they are. Not here: merging, and what rank to use.
+- gram: eigenvectors of the Gram matrix of the short side; in float32 where its rounding, bounded
+  afterwards, cannot cost more than TOLERANCE of the dropped energy ("gram32"), else in float64
+  ("gram").
+- krylov: randomised block Krylov (Musco and Musco, arXiv 1504.05477) where the rank is far below
+  the short side. Its dropped energy is measured on A - T_r(A) itself; accepted when another pass
+  would win less than TOLERANCE of it, else gram takes over.
+Effective rank: Roy and Vetterli 2007. Works on any device; leaves the global random generators and
+the caller's float32 matmul precision as they are. Not here: merging, and what rank to use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from soupkit.config import check_count, check_share
-from soupkit.delta import check_finite, squared_norm
 from soupkit.errors import MergeError
+from soupkit.numeric import check_finite, full_precision, squared_norm
 
-# Share of the dropped energy by which a solver may miss the best: 1e-4 of the energy is 5e-5 of the error's norm.
+# Share of the dropped energy by which a solver may miss the best; 5e-5 of the error's norm.
 TOLERANCE = 1e-4
 # Dropped energy below this share of the whole is float32 rounding; nothing is left to win.
 _ROUNDING = 1e-12
@@ -35,6 +34,8 @@ _FULL_MAX = 128
 # Krylov wins over an eigendecomposition where the rank is below this share of the short side.
 _KRYLOV_SHARE = 16
 _OVERSAMPLE = 8
+
+LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # public, not in its stubs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,29 +76,18 @@ class TruncatedSVD:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spectrum:
-    """All singular values of A, float64 [p], and the vectors of its short side, float64 [p, p] as columns."""
+    """All singular values of A, float64 [p], and its short side's vectors, columns of [p, p]."""
 
     singular_values: Tensor
     vectors: Tensor
     solver: str
 
 
-@contextmanager
-def full_precision(tensor: Tensor) -> Iterator[None]:
-    """float32 products stay float32 inside: no autocast, no TF32, no bfloat16 passes; and no gradients."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
-
-
 def truncated_svd(
     matrix: Tensor, *, rank: int | None = None, energy: float | None = None, seed: int = 0
 ) -> TruncatedSVD:
-    """The best approximation of `matrix` of a rank, or of the least rank that keeps a share of the energy.
+    """The best approximation of `matrix` of a rank, or of the least rank that keeps a share of the
+    energy.
 
     Args:
         matrix: [m, n], any floating dtype, finite; computed in float32 or wider.
@@ -135,7 +125,8 @@ def truncated_svd(
 
 
 def spectrum(matrix: Tensor) -> Spectrum:
-    """All singular values and the short side's singular vectors (right if m >= n, else left) of [m, n].
+    """All singular values and the short side's singular vectors (right if m >= n, else left) of [m,
+    n].
 
     Values below 1.5e-8 of the largest are rounding where the solver is gram.
 
@@ -151,12 +142,13 @@ def spectrum(matrix: Tensor) -> Spectrum:
 
 
 def singular_values(matrix: Tensor) -> Tensor:
-    """All singular values of [m, n], float64 [min(m, n)], descending; see `spectrum` for accuracy and errors."""
+    """All singular values of [m, n], float64, descending; accuracy and errors as `spectrum`."""
     return spectrum(matrix).singular_values
 
 
 def effective_rank(values: Tensor) -> float:
-    """exp of the entropy of singular values over their sum (Roy and Vetterli), in float64; 0.0 if all are 0.
+    """exp of the entropy of singular values over their sum (Roy and Vetterli), in float64; 0.0 if
+    all are 0.
 
     Raises:
         ValueError: a value is negative or not finite.
@@ -171,7 +163,7 @@ def effective_rank(values: Tensor) -> float:
 
 
 def _scaled(matrix: Tensor) -> tuple[Tensor, int]:
-    """The matrix times 2^-exponent (exact but for underflow), largest entry in [0.5, 1), and the exponent."""
+    """matrix * 2^-exponent, largest entry in [0.5, 1), and the exponent; exact but underflow."""
     if matrix.ndim != 2 or not matrix.is_floating_point():
         raise ValueError(f"{matrix.dtype} {tuple(matrix.shape)}: needs a floating matrix [m, n]")
     check_finite("matrix", matrix)
@@ -206,7 +198,7 @@ def _full(tall: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _exact(tall: Tensor) -> tuple[Tensor, Tensor, str]:
-    """All squared singular values, right vectors [n, n], solver; a second solver if LAPACK gives up on the first."""
+    """Squared singular values, right vectors [n, n], solver; a second one if LAPACK gives up."""
     order = [("full", _full), ("gram", _gram64)]
     if tall.shape[1] > _FULL_MAX:
         order.reverse()
@@ -214,7 +206,7 @@ def _exact(tall: Tensor) -> tuple[Tensor, Tensor, str]:
     for solver, solve in order:
         try:
             return (*solve(tall), solver)
-        except torch.linalg.LinAlgError as error:
+        except LinAlgError as error:
             reasons.append(f"{solver}: {error}")
     raise MergeError(
         f"no decomposition of a finite {tuple(tall.shape)} matrix: {'; '.join(reasons)}"
@@ -222,7 +214,7 @@ def _exact(tall: Tensor) -> tuple[Tensor, Tensor, str]:
 
 
 def _leading(tall: Tensor, rank: int, total: float, seed: int) -> tuple[Tensor, str]:
-    """The `rank` leading right vectors of tall [m, n], m >= n, by the cheapest solver that passes its check."""
+    """The leading right vectors of tall [m, n], m >= n, by the first solver that passes."""
     short = tall.shape[1]
     vectors, solver = None, ""
     if short > _FULL_MAX and rank * _KRYLOV_SHARE <= short:
@@ -239,17 +231,18 @@ def _gram32(tall: Tensor, rank: int, total: float) -> Tensor | None:
     """Leading right vectors from a float32 Gram matrix, or None where its rounding could matter."""
     try:
         values, vectors = _eigh(tall.T @ tall)
-    except torch.linalg.LinAlgError:
+    except LinAlgError:
         return None
-    # The captured energy misses the best by at most 2 rank ||E||_2, E the rounding of the Gram matrix and of its
-    # eigenvectors; 10 units of the largest value is the most seen over flat, decaying and low-rank spectra.
+    # The captured energy misses the best by at most 2 rank ||E||_2, E the rounding of the Gram
+    # matrix and of its eigenvectors; 10 units of the largest value is the most seen over flat,
+    # decaying and low-rank spectra.
     miss = 20 * rank * torch.finfo(torch.float32).eps * float(values[0])
     dropped = total - float(values[:rank].double().sum())
     return vectors[:, :rank] if miss <= TOLERANCE * dropped else None
 
 
 def _krylov(tall: Tensor, rank: int, total: float, seed: int) -> tuple[Tensor | None, str]:
-    """Leading right vectors from a growing block Krylov basis, or None where it grew to n / 3 unconverged."""
+    """Leading right vectors from a growing block Krylov basis; None if not converged at n/3."""
     generator = torch.Generator().manual_seed(seed)
     width = rank + _OVERSAMPLE
     start = torch.randn(tall.shape[1], width, generator=generator).to(tall.device, tall.dtype)
@@ -271,12 +264,13 @@ def _krylov(tall: Tensor, rank: int, total: float, seed: int) -> tuple[Tensor | 
 
 
 def _ritz(tall: Tensor, basis: Tensor, image: Tensor, rank: int) -> tuple[Tensor, float]:
-    """The best right vectors inside span(basis), image = tall @ basis, and the energy that they drop."""
+    """The best right vectors in span(basis) and the energy they drop; image = tall @ basis."""
     wide = image.double()
     _, rotation = _eigh(wide.T @ wide)
     rotation = rotation[:, :rank].to(basis.dtype)
     vectors = basis @ rotation
-    # The difference of two energies would lose a small tail to rounding; the difference of matrices does not.
+    # The difference of two energies would lose a small tail to rounding; the difference of matrices
+    # does not.
     return vectors, squared_norm(torch.addmm(tall, image @ rotation, vectors.T, alpha=-1))
 
 
@@ -294,7 +288,8 @@ def _assemble(
     if scaled.shape[0] >= scaled.shape[1]:
         left, right = scaled @ vectors, vectors.T
     else:
-        # Columns of A^T U are orthogonal, so R is diagonal up to rounding; Q stays orthonormal where a value is 0.
+        # Columns of A^T U are orthogonal, so R is diagonal up to rounding; Q stays orthonormal
+        # where a value is 0.
         q, r = torch.linalg.qr(scaled.T @ vectors)
         signs = torch.where(r.diagonal() < 0, -1.0, 1.0).to(r.dtype)
         left, right = vectors @ (r * signs.unsqueeze(1)).T, (q * signs).T

@@ -1,9 +1,11 @@
-"""Packed signs: eight to a byte, least significant bit first. The only place that knows the bit order.
+"""Packed signs: eight to a byte, least significant bit first. The only place that knows the bit
+order.
 
     bit b of byte j of a row  <->  input 8 j + b;   1 means +1, 0 means -1
 
-A sign is +1 where a value is >= 0 (so zero and minus zero are +1). Where the last axis is no multiple of 8, the
-bits beyond it are 0 and never read. `pack` equals numpy.packbits(values >= 0, axis=-1, bitorder="little").
+A sign is +1 where a value is >= 0 (so zero and minus zero are +1). Where the last axis is no
+multiple of 8, the bits beyond it are 0 and never read. `pack` equals numpy.packbits(values >= 0,
+axis=-1, bitorder="little").
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from torch.nn import functional as F
 
 SIGNS_PER_BYTE = 8
 
-# Multiplying eight 0/1 bytes, read as one little-endian integer, by this moves byte i to bit 56 + i; no two
-# products meet in a bit, so nothing carries.
+# Multiplying eight 0/1 bytes, read as one little-endian integer, by this moves byte i to bit 56 +
+# i; no two products meet in a bit, so nothing carries.
 _GATHER_BITS = 0x0102040810204080
 
 
@@ -45,10 +47,11 @@ def pack(values: Tensor) -> Tensor:
     ones = F.pad(ones, (0, pad)) if pad else ones.contiguous()
     width = packed_width(values.shape[-1])
     if sys.byteorder == "big":
-        ones = ones.unflatten(-1, (width, SIGNS_PER_BYTE)).flip(-1).flatten(-2)
+        ones = ones.reshape(*ones.shape[:-1], width, SIGNS_PER_BYTE).flip(-1).flatten(-2)
     if ones.numel() == 0:
         return torch.empty((*values.shape[:-1], width), dtype=torch.uint8, device=values.device)
-    # The view needs the storage to start at a multiple of 8 bytes; a slice of a bool tensor may not.
+    # The view needs the storage to start at a multiple of 8 bytes; a slice of a bool tensor may
+    # not.
     if ones.storage_offset() % SIGNS_PER_BYTE:
         ones = ones.clone()
     words = ones.view(torch.int64)

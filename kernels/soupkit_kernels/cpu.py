@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -25,7 +24,7 @@ def torch_delta_linear(
     tokens = x.reshape(-1, x.shape[-1])
     y = F.linear(tokens, weight, bias)
     index = variant_index.reshape(-1)
-    for variant in index.unique().tolist():
+    for variant in sorted(set(index.tolist())):
         if variant < 0:
             continue
         rows = (index == variant).nonzero().squeeze(1)

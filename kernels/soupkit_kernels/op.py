@@ -33,7 +33,8 @@ def delta_linear(
 
     Args:
         x: float16, bfloat16, float32 or float64, at least one axis; weight and bias have its dtype.
-        packed, scale: one entry a variant, all on x's device; variants may differ in P and in the scale's form.
+        packed, scale: one entry a variant, all on x's device; variants may differ in P and in the
+            scale's form.
         variant_index: variant of each token, shaped like x without its last axis; -1 is the base.
     Returns:
         A fresh tensor; row t depends on nothing but x[t] and its variant.
@@ -74,7 +75,8 @@ def _check_tokens(x: Tensor, weight: Tensor, variant_index: Tensor, bias: Tensor
         raise ValueError(f"bias {tuple(bias.shape)}: needs ({weight.shape[0]},)")
     if variant_index.dtype != torch.int64 or variant_index.shape != x.shape[:-1]:
         raise ValueError(
-            f"variant_index {variant_index.dtype} {tuple(variant_index.shape)}: needs int64 {tuple(x.shape[:-1])}"
+            f"variant_index {variant_index.dtype} {tuple(variant_index.shape)}: "
+            f"needs int64 {tuple(x.shape[:-1])}"
         )
 
 
@@ -90,14 +92,17 @@ def _check_variants(
     for variant, (signs, alpha) in enumerate(zip(packed, scale, strict=True)):
         if signs.dtype != torch.uint8 or signs.ndim != 3 or tuple(signs.shape[1:]) != (rows, width):
             raise ValueError(
-                f"packed[{variant}] {signs.dtype} {tuple(signs.shape)}: needs uint8 [planes, {rows}, {width}]"
+                f"packed[{variant}] {signs.dtype} {tuple(signs.shape)}: "
+                f"needs uint8 [planes, {rows}, {width}]"
             )
         planes = signs.shape[0]
         if alpha.dtype != torch.float32 or tuple(alpha.shape) not in ((planes, rows), (planes, 1)):
             raise ValueError(
-                f"scale[{variant}] {alpha.dtype} {tuple(alpha.shape)}: needs float32 [{planes}, {rows}] or [{planes}, 1]"
+                f"scale[{variant}] {alpha.dtype} {tuple(alpha.shape)}: "
+                f"needs float32 [{planes}, {rows}] or [{planes}, 1]"
             )
         if signs.device != x.device or alpha.device != x.device:
             raise ValueError(
-                f"variant {variant} is on {signs.device}, {alpha.device}, x on {x.device}: move it there"
+                f"variant {variant} is on {signs.device} and {alpha.device}, x on {x.device}: "
+                "move it there"
             )

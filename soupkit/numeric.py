@@ -1,0 +1,63 @@
+"""Numeric policy of the algorithms: what is refused, where float64 sums, and which products stay
+float32.
+
+Not here: anything that knows what a tensor means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from soupkit.errors import MergeError
+
+# Entries summed at a time in float64: 8 MB of scratch, which stays in cache.
+_BLOCK_ENTRIES = 1 << 20
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raise MergeError naming the tensor and the index of its first NaN or infinite entry."""
+    if tensor.numel() == 0:
+        return
+    # aminmax carries NaN and infinity through in one pass without a mask of the tensor's size.
+    low, high = torch.aminmax(tensor)
+    if bool(torch.isfinite(low) & torch.isfinite(high)):
+        return
+    flat = tensor.reshape(-1)
+    first = int(torch.isfinite(flat).logical_not().to(torch.uint8).argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), tensor.shape))
+    raise MergeError(
+        f"{name}: {float(flat[first])} at index {index} of shape {tuple(tensor.shape)}; "
+        "every weight must be finite: use a checkpoint from before the run diverged"
+    )
+
+
+def inner_product(a: Tensor, b: Tensor) -> float:
+    """<a, b> = sum of a_i b_i, accumulated in float64 block by block; same shape, any dtype."""
+    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
+    total = 0.0
+    for start in range(0, flat_a.numel(), _BLOCK_ENTRIES):
+        block_a = flat_a[start : start + _BLOCK_ENTRIES].double()
+        block_b = block_a if a is b else flat_b[start : start + _BLOCK_ENTRIES].double()
+        total += float(torch.dot(block_a, block_b))
+    return total
+
+
+def squared_norm(tensor: Tensor) -> float:
+    """||tensor||_F^2, accumulated in float64."""
+    return inner_product(tensor, tensor)
+
+
+@contextmanager
+def full_precision(tensor: Tensor) -> Iterator[None]:
+    """Keep float32 products float32: no autocast, TF32 or bfloat16 passes; no gradients either."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
