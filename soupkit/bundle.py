@@ -1,0 +1,233 @@
+"""A variant on disk, read: variant.safetensors and its manifest.json, both checked as hostile
+input.
+
+    W_eff = W_base + sum_p scale_p * sign_p    for "sign";    W_eff = raw    for "raw"
+
+Opening is cheap: the manifest against its schema and checksum, and the file's header against the
+manifest. Loading reads the whole file into memory of its own, in parallel, and checks the content
+digest and that every number is finite. Any fault is a BundleError. soupkit.export writes variants;
+soupkit.family keeps several.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from soupkit.bitdelta import SignDelta
+from soupkit.errors import BundleError
+from soupkit.family import (
+    BaseRef,
+    Family,
+    VariantRef,
+    add_variant,
+    create_or_open_family,
+    open_family,
+)
+from soupkit.files import open_regular, read_json
+from soupkit.fingerprint import Entry, digest_of, num_threads, sha256_of
+from soupkit.manifest import MANIFEST_NAME, WEIGHTS_NAME, Manifest, TensorEntry, matrix_shape
+from soupkit.tensorfile import Slot, dtype_name, read_header, read_into, typed
+
+__all__ = [
+    "BaseRef",
+    "Family",
+    "LoadedVariant",
+    "Manifest",
+    "TensorEntry",
+    "Variant",
+    "VariantRef",
+    "add_variant",
+    "create_or_open_family",
+    "open_family",
+    "open_variant",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedVariant:
+    """All tensors of a variant in host memory.
+
+    Attributes:
+        signs: packed deltas by parameter name. raw: whole tensors by parameter name, in the
+            fine-tune's dtype. digest: content digest. nbytes: of all tensors together. manifest:
+            what was read.
+    """
+
+    signs: dict[str, SignDelta]
+    raw: dict[str, Tensor]
+    digest: str
+    nbytes: int
+    manifest: Manifest
+
+
+@contextmanager
+def _faults_of(path: Path) -> Iterator[None]:
+    """Turn what reading a hostile file can raise into BundleError that names the file."""
+    try:
+        yield
+    except BundleError as error:
+        raise BundleError(f"{path}: {error}") from None
+    except (OSError, ValueError, MemoryError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise BundleError(f"{path}: {reason}") from error
+
+
+class Variant:
+    """A variant folder that was opened and checked; its tensors are read when asked for.
+
+    Attributes: path: the folder. manifest: what it holds.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, slots: dict[str, Slot]) -> None:
+        """For open_variant only."""
+        self.path = path
+        self.manifest = manifest
+        self._slots = slots
+        self._entries = manifest.entries()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(slot.spec.nbytes for slot in self._slots.values())
+
+    def entry(self, param: str) -> TensorEntry:
+        """How a parameter is stored. Raises BundleError for a parameter that the variant does not
+        know.
+        """
+        if param not in self._entries:
+            raise BundleError(f"{self.path}: the variant has no parameter {param!r}")
+        return self._entries[param]
+
+    def sign(self, param: str) -> SignDelta:
+        """The packed delta of one parameter, read now; scales are checked to be finite.
+
+        Raises:
+            BundleError: it is not stored as signs, or the file is damaged.
+        """
+        self._need_kind(param, "sign")
+        found = {part: self._read(f"{param}.{part}") for part in ("sign", "scale")}
+        return self._sign_delta(param, found["sign"], found["scale"])
+
+    def raw(self, param: str) -> Tensor:
+        """One parameter that is stored whole, read now, checked to be finite.
+
+        Raises:
+            BundleError: it is not stored whole, or the file is damaged.
+        """
+        self._need_kind(param, "raw")
+        return self._finite(f"{param}.raw", self._read(f"{param}.raw"))
+
+    def load(self, *, check: bool = True) -> LoadedVariant:
+        """Read everything, in parallel threads.
+
+        Args:
+            check: compare the content digest with the manifest's; costs a sha256 of every byte.
+        Raises:
+            BundleError: truncated, damaged, not finite.
+        """
+        path = self.path / WEIGHTS_NAME
+        with _faults_of(path):
+            tensors, hashes = self._read_all(check=check)
+        digest = digest_of(hashes) if check else self.manifest.digest
+        if digest != self.manifest.digest:
+            raise BundleError(
+                f"{path}: its content has digest {digest}, its manifest says "
+                f"{self.manifest.digest}: it was damaged or replaced; export the variant again"
+            )
+        signs: dict[str, SignDelta] = {}
+        raw: dict[str, Tensor] = {}
+        for entry in self.manifest.tensors:
+            name = entry.name
+            if entry.kind == "sign":
+                signs[name] = self._sign_delta(
+                    name, tensors[f"{name}.sign"], tensors[f"{name}.scale"]
+                )
+            elif entry.kind == "raw":
+                raw[name] = self._finite(f"{name}.raw", tensors[f"{name}.raw"])
+        return LoadedVariant(signs, raw, digest, self.nbytes, self.manifest)
+
+    def _need_kind(self, param: str, kind: str) -> None:
+        entry = self.entry(param)
+        if entry.kind != kind:
+            raise BundleError(f"{self.path}: {param!r} is stored as {entry.kind!r}, not {kind!r}")
+
+    def _read(self, name: str) -> Tensor:
+        path = self.path / WEIGHTS_NAME
+        with _faults_of(path), open_regular(path) as file:
+            buffer = torch.empty(self._slots[name].spec.nbytes, dtype=torch.uint8)
+            read_into(file.fileno(), buffer, self._slots[name].start)
+        return typed(buffer, self._slots[name].spec)
+
+    def _read_all(self, *, check: bool) -> tuple[dict[str, Tensor], list[Entry]]:
+        """Every tensor, as a view of one buffer in the file's order, and the hashes if asked for."""
+        start = min((slot.start for slot in self._slots.values()), default=0)
+        whole = torch.empty(self.nbytes, dtype=torch.uint8)
+        tensors: dict[str, Tensor] = {}
+
+        with open_regular(self.path / WEIGHTS_NAME) as file:
+
+            def read(item: tuple[str, Slot]) -> Entry | None:
+                name, slot = item
+                part = whole[slot.start - start : slot.stop - start]
+                read_into(file.fileno(), part, slot.start)
+                tensors[name] = typed(part, slot.spec)
+                if not check:
+                    return None
+                sha = sha256_of(part, dtype=torch.uint8)
+                return name, dtype_name(slot.spec.dtype), slot.spec.shape, sha
+
+            with ThreadPoolExecutor(num_threads()) as pool:
+                # Largest first, so that no thread is left alone with the embedding at the end.
+                order = sorted(self._slots.items(), key=lambda item: -item[1].spec.nbytes)
+                hashes = [entry for entry in pool.map(read, order) if entry is not None]
+        return tensors, hashes
+
+    def _sign_delta(self, param: str, signs: Tensor, scale: Tensor) -> SignDelta:
+        self._finite(f"{param}.scale", scale)
+        return SignDelta(signs, scale, matrix_shape(param, self.entry(param).shape)[1])
+
+    def _finite(self, name: str, tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise BundleError(
+                f"{self.path / WEIGHTS_NAME}: {name!r} holds NaN or infinity; export it again"
+            )
+        return tensor
+
+
+def open_variant(folder: str | Path) -> Variant:
+    """Open a variant folder: its manifest and the header of its weights are read and compared.
+
+    Raises:
+        BundleError: missing, truncated, hostile, or the two do not fit.
+    """
+    folder = Path(folder)
+    for name in (MANIFEST_NAME, WEIGHTS_NAME):
+        if (folder / name).is_symlink():
+            raise BundleError(f"{folder / name} is a link, which may lead anywhere: copy the file")
+    with _faults_of(folder / MANIFEST_NAME):
+        document = read_json(folder / MANIFEST_NAME)
+    with _faults_of(folder):
+        manifest = Manifest.from_json(document)
+    path = folder / WEIGHTS_NAME
+    with _faults_of(path):
+        slots = read_header(path)
+        _compare(manifest, slots)
+    return Variant(folder, manifest, slots)
+
+
+def _compare(manifest: Manifest, slots: dict[str, Slot]) -> None:
+    """Raise BundleError unless the file holds exactly what the manifest lists."""
+    wanted = manifest.stored_specs()
+    for name, spec in wanted.items():
+        if name not in slots:
+            raise BundleError(f"the tensor {name!r} that the manifest lists is missing")
+        if slots[name].spec != spec:
+            raise BundleError(f"{name!r} is {slots[name].spec}, the manifest says {spec}")
+    extra = sorted(set(slots) - set(wanted))
+    if extra:
+        raise BundleError(f"the tensor {extra[0]!r} is not in the manifest")
