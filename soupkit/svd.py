@@ -2,16 +2,10 @@
 
     T_r(A) = sum_{i <= r} sigma_i u_i v_i^T,   ||A - T_r(A)||_F^2 = sum_{i > r} sigma_i^2
 
-(Eckart and Young). Only the short side is solved for: T_r(A) = (A V_r) V_r^T. Three solvers:
-- full: LAPACK's SVD in float64; small matrices.
-- gram: eigenvectors of the Gram matrix of the short side; in float32 where its rounding, bounded
-  afterwards, cannot cost more than TOLERANCE of the dropped energy ("gram32"), else in float64
-  ("gram").
-- krylov: randomised block Krylov (Musco and Musco, arXiv 1504.05477) where the rank is far below
-  the short side. Its dropped energy is measured on A - T_r(A) itself; accepted when another pass
-  would win less than TOLERANCE of it, else gram takes over.
-Effective rank: Roy and Vetterli 2007. Works on any device; leaves the global random generators and
-the caller's float32 matmul precision as they are. Not here: merging, and what rank to use.
+(Eckart and Young). Only the short side is solved for: T_r(A) = (A V_r) V_r^T. Solvers are in
+solvers.py. Effective rank: Roy and Vetterli 2007. Works on any device; leaves the global random
+generators and the caller's float32 matmul precision as they are. Not here: merging, and what rank
+to use.
 """
 
 from __future__ import annotations
@@ -22,20 +16,8 @@ import torch
 from torch import Tensor
 
 from soupkit.config import check_count, check_share
-from soupkit.errors import MergeError
 from soupkit.numeric import check_finite, full_precision, squared_norm
-
-# Share of the dropped energy by which a solver may miss the best; 5e-5 of the error's norm.
-TOLERANCE = 1e-4
-# Dropped energy below this share of the whole is float32 rounding; nothing is left to win.
-_ROUNDING = 1e-12
-# Short sides up to this take the float64 SVD: 2 ms at 128 x 128 (MKL, one thread).
-_FULL_MAX = 128
-# Krylov wins over an eigendecomposition where the rank is below this share of the short side.
-_KRYLOV_SHARE = 16
-_OVERSAMPLE = 8
-
-LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # public, not in its stubs
+from soupkit.solvers import ROUNDING, exact, leading
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,9 +99,9 @@ def truncated_svd(
                 "none",
             )
         elif energy is None:
-            vectors, solver = _leading(tall, kept, total, seed)
+            vectors, solver = leading(tall, kept, total, seed)
         else:
-            squares, every, solver = _exact(tall)
+            squares, every, solver = exact(tall)
             vectors = every[:, : _rank_for(energy, squares)]
         return _assemble(scaled, vectors.to(scaled.dtype), exponent, total, solver)
 
@@ -135,9 +117,7 @@ def spectrum(matrix: Tensor) -> Spectrum:
     """
     scaled, exponent = _scaled(matrix)
     with full_precision(scaled):
-        squares, vectors, solver = _exact(
-            scaled if scaled.shape[0] >= scaled.shape[1] else scaled.T
-        )
+        squares, vectors, solver = exact(scaled if scaled.shape[0] >= scaled.shape[1] else scaled.T)
     return Spectrum(_unscaled(squares.sqrt(), exponent), vectors, solver)
 
 
@@ -179,105 +159,10 @@ def _unscaled(tensor: Tensor, exponent: int) -> Tensor:
     return (tensor * 2.0**half).mul_(2.0 ** (exponent - half))
 
 
-def _eigh(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (clamped at 0) and eigenvectors as columns, largest first."""
-    values, vectors = torch.linalg.eigh(gram)
-    return values.flip(0).clamp(min=0), vectors.flip(1)
-
-
-def _gram64(tall: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared singular values and right vectors of tall, by its Gram matrix in float64."""
-    wide = tall.double()
-    return _eigh(wide.T @ wide)
-
-
-def _full(tall: Tensor) -> tuple[Tensor, Tensor]:
-    """The same by LAPACK's SVD in float64."""
-    _, values, right = torch.linalg.svd(tall.double(), full_matrices=False)
-    return values.square(), right.T
-
-
-def _exact(tall: Tensor) -> tuple[Tensor, Tensor, str]:
-    """Squared singular values, right vectors [n, n], solver; a second one if LAPACK gives up."""
-    order = [("full", _full), ("gram", _gram64)]
-    if tall.shape[1] > _FULL_MAX:
-        order.reverse()
-    reasons = []
-    for solver, solve in order:
-        try:
-            return (*solve(tall), solver)
-        except LinAlgError as error:
-            reasons.append(f"{solver}: {error}")
-    raise MergeError(
-        f"no decomposition of a finite {tuple(tall.shape)} matrix: {'; '.join(reasons)}"
-    )
-
-
-def _leading(tall: Tensor, rank: int, total: float, seed: int) -> tuple[Tensor, str]:
-    """The leading right vectors of tall [m, n], m >= n, by the first solver that passes."""
-    short = tall.shape[1]
-    vectors, solver = None, ""
-    if short > _FULL_MAX and rank * _KRYLOV_SHARE <= short:
-        vectors, solver = _krylov(tall, rank, total, seed)
-    if vectors is None and short > _FULL_MAX and tall.dtype == torch.float32:
-        vectors, solver = _gram32(tall, rank, total), "gram32"
-    if vectors is None:
-        _, every, solver = _exact(tall)
-        vectors = every[:, :rank]
-    return vectors, solver
-
-
-def _gram32(tall: Tensor, rank: int, total: float) -> Tensor | None:
-    """Leading right vectors from a float32 Gram matrix, or None where its rounding could matter."""
-    try:
-        values, vectors = _eigh(tall.T @ tall)
-    except LinAlgError:
-        return None
-    # The captured energy misses the best by at most 2 rank ||E||_2, E the rounding of the Gram
-    # matrix and of its eigenvectors; 10 units of the largest value is the most seen over flat,
-    # decaying and low-rank spectra.
-    miss = 20 * rank * torch.finfo(torch.float32).eps * float(values[0])
-    dropped = total - float(values[:rank].double().sum())
-    return vectors[:, :rank] if miss <= TOLERANCE * dropped else None
-
-
-def _krylov(tall: Tensor, rank: int, total: float, seed: int) -> tuple[Tensor | None, str]:
-    """Leading right vectors from a growing block Krylov basis; None if not converged at n/3."""
-    generator = torch.Generator().manual_seed(seed)
-    width = rank + _OVERSAMPLE
-    start = torch.randn(tall.shape[1], width, generator=generator).to(tall.device, tall.dtype)
-    basis = torch.linalg.qr(tall.T @ (tall @ start)).Q
-    before = total
-    for passes in range(1, tall.shape[1] // (3 * width) + 2):
-        image = tall @ basis
-        vectors, dropped = _ritz(tall, basis, image, rank)
-        # Gains shrink from pass to pass, so the next is taken to be at most this one.
-        if dropped <= _ROUNDING * total or before - dropped <= TOLERANCE * dropped:
-            return vectors, f"krylov q={passes}"
-        before = dropped
-        fresh = tall.T @ image[:, -width:]
-        # Projected twice: once leaves what float32 cancelled.
-        for _ in range(2):
-            fresh = torch.linalg.qr(fresh - basis @ (basis.T @ fresh)).Q
-        basis = torch.cat([basis, fresh], dim=1)
-    return None, ""
-
-
-def _ritz(tall: Tensor, basis: Tensor, image: Tensor, rank: int) -> tuple[Tensor, float]:
-    """The best right vectors in span(basis) and the energy they drop; image = tall @ basis."""
-    wide = image.double()
-    _, rotation = _eigh(wide.T @ wide)
-    rotation = rotation[:, :rank].to(basis.dtype)
-    vectors = basis @ rotation
-    # The difference of two energies would lose a small tail to rounding; the difference of matrices
-    # does not.
-    return vectors, squared_norm(torch.addmm(tall, image @ rotation, vectors.T, alpha=-1))
-
-
 def _rank_for(energy: float, squares: Tensor) -> int:
     """The least rank whose squared singular values sum to `energy` of all."""
     cumulative = squares.cumsum(0)
-    wanted = cumulative[-1] * energy * (1 - _ROUNDING)
+    wanted = cumulative[-1] * energy * (1 - ROUNDING)
     return min(int(torch.searchsorted(cumulative, wanted)) + 1, squares.numel())
 
 
