@@ -1,0 +1,175 @@
+"""Which model a run's deltas are taken against: the folder it was loaded from, or its step-0
+weights, kept.
+
+The base must be the weights of step 0, never those of a resumed run: a delta against half-trained
+weights looks right and is useless. So a folder counts only if its weights equal the model's at step
+0 exactly (as float32); if none does, the step-0 weights are saved to `soup/base` as a model folder.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from soupkit.checkpoint import Checkpoint, checkpoint_fingerprint, open_checkpoint
+from soupkit.delta import TensorSource
+from soupkit.errors import CheckpointError, TrainingError
+from soupkit.files import atomic_write_json, fsync_path, fsync_tree
+from soupkit.tracking import say
+from soupkit.training.params import ModelTensors, unwrap
+from soupkit.training.state import BaseRecord, SoupFolder, write_tensors
+
+
+def equal_weights(checkpoint: TensorSource, model: TensorSource) -> bool:
+    """Whether two sources hold the same tensors, compared as float32 (float64 where one side has
+    it).
+    """
+    if set(checkpoint.names) != set(model.names):
+        return False
+    if any(checkpoint.shape(name) != model.shape(name) for name in model.names):
+        return False
+    for name in model.names:
+        first, second = checkpoint.tensor(name), model.tensor(name)
+        if first.dtype != second.dtype:
+            wide = torch.promote_types(
+                torch.promote_types(first.dtype, second.dtype), torch.float32
+            )
+            first, second = first.to(wide), second.to(wide)
+        if not torch.equal(first, second):
+            return False
+    return True
+
+
+def find_base(
+    model: nn.Module,
+    folder: SoupFolder,
+    *,
+    given: str | Path | None,
+    save_companions: Callable[[Path], None],
+) -> BaseRecord:
+    """The base of a run that starts now, from the model's present weights. On one rank.
+
+    Args:
+        given: what the user named; taken as it is.
+        save_companions: writes tokenizer files into a folder, where the step-0 weights have to be
+            saved.
+
+    Returns:
+        The record; where its path is None the weights lie in `folder.pending_base_path` or
+        `folder.base_path`.
+
+    Raises:
+        CheckpointError: the named base cannot be read.
+    """
+    if given is not None:
+        return _record(open_checkpoint(_absolute(given)), revision=None)
+    tensors = ModelTensors(model)
+    loaded_from, revision = _loaded_from(model)
+    if loaded_from:
+        try:
+            checkpoint = open_checkpoint(loaded_from, revision)
+            if equal_weights(checkpoint, tensors):
+                return _record(checkpoint, revision=revision)
+        except CheckpointError:
+            # What the model says of its origin need not be readable here; the weights in memory
+            # are.
+            pass
+    try:
+        kept = open_checkpoint(folder.base_path)
+        if equal_weights(kept, tensors):
+            return BaseRecord(None, None, checkpoint_fingerprint(kept))
+    except CheckpointError:
+        pass
+    saved = _save_model(model, tensors, folder.pending_base_path, save_companions)
+    return BaseRecord(None, None, checkpoint_fingerprint(saved))
+
+
+def _absolute(path: str | Path) -> str:
+    return os.path.abspath(path) if Path(path).is_dir() else str(path)
+
+
+def _loaded_from(model: nn.Module) -> tuple[str, str | None]:
+    """(folder or hub id, commit) that the model's config names; ("", None) where it names none."""
+    config: Any = getattr(unwrap(model), "config", None)
+    name = str(getattr(config, "_name_or_path", None) or "")
+    if not name or Path(name).is_dir():
+        return (_absolute(name) if name else ""), None
+    return name, getattr(config, "_commit_hash", None)
+
+
+def _record(checkpoint: Checkpoint, *, revision: str | None) -> BaseRecord:
+    return BaseRecord(checkpoint.source, revision, checkpoint_fingerprint(checkpoint))
+
+
+def _save_model(
+    model: nn.Module, tensors: ModelTensors, target: Path, save_companions: Callable[[Path], None]
+) -> Checkpoint:
+    """Save the present weights as a model folder and open it."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    inner: Any = unwrap(model)
+    if hasattr(inner, "save_pretrained"):
+        inner.save_pretrained(str(target))
+    else:
+        write_tensors(target / "model.safetensors", tensors, durable=True)
+        atomic_write_json(target / "config.json", {"architectures": [type(inner).__name__]})
+    save_companions(target)
+    fsync_tree(target)
+    checkpoint = open_checkpoint(target)
+    if not equal_weights(checkpoint, tensors):
+        raise TrainingError(
+            f"{type(inner).__name__}.save_pretrained writes other tensors than the model holds "
+            f"(renamed or converted), "
+            "so its deltas have no names in a base; soupkit cannot train this architecture yet"
+        )
+    return checkpoint
+
+
+def promote_pending(folder: SoupFolder) -> None:
+    """Make the waiting step-0 weights `soup/base`. On one rank."""
+    if folder.pending_base_path.is_dir():
+        shutil.rmtree(folder.base_path, ignore_errors=True)
+        os.rename(folder.pending_base_path, folder.base_path)
+        fsync_path(folder.root)
+        say(f"no folder holds the step-0 weights; they are saved as the base in {folder.base_path}")
+
+
+def open_base(record: BaseRecord, folder: SoupFolder) -> Checkpoint:
+    """Open the recorded base. On every rank.
+
+    Raises:
+        TrainingError: it is gone or cannot be read.
+    """
+    path = folder.base_path if record.path is None else record.path
+    try:
+        return open_checkpoint(path, record.revision)
+    except CheckpointError as error:
+        raise TrainingError(
+            f"the base of this run cannot be read: {error}; bring it back, or name it with base="
+        ) from error
+
+
+def check_base(base: Checkpoint, store: TensorSource) -> None:
+    """Raise TrainingError unless the base has every parameter that takes part, in the same
+    shape.
+    """
+    names = set(base.names)
+    for name in store.names:
+        if name not in names:
+            raise TrainingError(
+                f"the base {base.path} has no tensor {name}: name the model that this run started "
+                f"from with base=, "
+                "or leave base= out"
+            )
+        if base.shape(name) != store.shape(name):
+            raise TrainingError(
+                f"{name} has shape {store.shape(name)}, in the base {base.path} "
+                f"{base.shape(name)}; leave base= out "
+                "so that the step-0 weights become the base, or exclude the parameter"
+            )

@@ -1,0 +1,139 @@
+"""What a run leaves behind: the weights it ends with as a 1-bit variant in a family.
+
+Checked before step 1, so that no training is wasted on a folder that cannot be written or a family
+of another base.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from soupkit.checkpoint import Checkpoint, checkpoint_fingerprint
+from soupkit.config import ExportConfig
+from soupkit.delta import TensorSource
+from soupkit.errors import TrainingError
+from soupkit.export import ExportReport, export_variant
+from soupkit.family import open_family
+from soupkit.tracking import say
+from soupkit.training.params import ModelTensors, unwrap
+from soupkit.training.ranks import Ranks
+from soupkit.training.soup import SoupRun
+from soupkit.training.state import Snapshot
+
+
+def check_export(export: ExportConfig, base: Checkpoint, model: nn.Module) -> None:
+    """Raise TrainingError if the run could not be exported at its end. On one rank."""
+    family = Path(export.family)
+    place = next(path for path in (family.absolute(), *family.absolute().parents) if path.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise TrainingError(
+            f"family={str(family)!r}: {place} is no folder that can be written; choose another"
+        )
+    if (family / "family.json").exists():
+        expected = open_family(family).base.fingerprint
+        if expected != checkpoint_fingerprint(base):
+            raise TrainingError(
+                f"family={str(family)!r} belongs to another base than {base.source}: its variants "
+                f"would not fit "
+                "on one base; choose another family, or start from that base"
+            )
+    names, known = set(ModelTensors(model).names), set(base.names)
+    if names != known:
+        odd = sorted(names ^ known)[0]
+        where = "the model, not in the base" if odd in names else "the base, not in the model"
+        raise TrainingError(
+            f"{odd} is in {where} {base.source}, so the run could not be exported; leave base= "
+            f"out, so that the "
+            "step-0 weights become the base"
+        )
+
+
+class _SideSoup:
+    """The model's tensors with the side soup's in place of those that take part; a TensorSource."""
+
+    def __init__(self, model: TensorSource, soup: Snapshot) -> None:
+        self._model, self._soup = model, soup
+        self._replaced = frozenset(soup.names)
+        self.names = model.names
+
+    def _source(self, name: str) -> TensorSource:
+        return self._soup if name in self._replaced else self._model
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source(name).shape(name)
+
+    def dtype(self, name: str) -> Any:
+        return self._source(name).dtype(name)
+
+    def tensor(self, name: str) -> Tensor:
+        return self._source(name).tensor(name)
+
+
+def final_weights(run: SoupRun) -> TensorSource:
+    """What the run ends with: its live weights, or its side soup where training does not see the
+    merges.
+    """
+    live = ModelTensors(run.store.model)
+    partner = run.state.partner
+    if run.config.feed_back or partner is None:
+        return live
+    return _SideSoup(live, Snapshot(run.folder.partner_path(partner.step)))
+
+
+def export_run(
+    run: SoupRun, export: ExportConfig, *, step: int, save_companions: Callable[[Path], None]
+) -> ExportReport:
+    """Write the weights that the run ends with as a variant. Collective; rank 0 writes.
+
+    Args:
+        step: the last optimizer step.
+        save_companions: writes tokenizer files into a folder.
+
+    Returns:
+        The report, on every rank.
+    """
+    ranks: Ranks = run.ranks
+
+    def write() -> ExportReport:
+        check_export(export, run.base, run.store.model)
+        with tempfile.TemporaryDirectory(prefix="soupkit-") as companions:
+            _save_model_files(run.store.model, Path(companions))
+            save_companions(Path(companions))
+            report = export_variant(
+                run.base,
+                final_weights(run),
+                family=export.family,
+                name=export.name,
+                scale=export.scale,
+                planes=export.planes,
+                companions=Path(companions),
+                history=run.state.history,
+                metrics={"step": step, **_score_of(run)},
+            )
+        total = report.bytes["total"]
+        say(
+            f"exported {export.name} to {export.family}: {total / 1e6:.1f} MB, "
+            f"{report.model_bf16_bytes / total:.1f} times smaller than the model in bfloat16"
+        )
+        return report
+
+    return ranks.on_zero(write)
+
+
+def _save_model_files(model: nn.Module, folder: Path) -> None:
+    inner: Any = unwrap(model)
+    for part in ("config", "generation_config"):
+        held = getattr(inner, part, None)
+        if held is not None and hasattr(held, "save_pretrained"):
+            held.save_pretrained(str(folder))
+
+
+def _score_of(run: SoupRun) -> dict[str, Any]:
+    partner = run.state.partner
+    return {} if partner is None else {"best_step": partner.step, "best_score": partner.score}

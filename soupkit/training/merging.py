@@ -1,0 +1,108 @@
+"""One merge of the live weights with captured ones, matrix by matrix, shared out over ranks.
+
+    W <- W_base + merge(W - W_base, W_partner - W_base)
+
+The parameters are dealt out in rounds by falling cost, one matrix a rank and round: each rank
+decomposes its own, then hands the result to the others, so every rank writes the same bits and at
+most one matrix a rank is in work. Arithmetic in float32, rounded once into the parameter's dtype.
+Whoever calls can undo: it writes in place.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from soupkit.delta import TensorSource, layout, subtract
+from soupkit.errors import MergeError
+from soupkit.merge import MatrixReport, MergeRule, merge_deltas
+from soupkit.numeric import check_finite
+from soupkit.training.params import ParamStore
+from soupkit.training.ranks import Ranks
+
+
+def cost_of(name: str, shape: tuple[int, ...]) -> int:
+    """Work of decomposing one parameter, in multiplications up to a common factor; entries for a
+    vector.
+    """
+    entries = math.prod(shape)
+    kind = layout(name, shape)
+    if kind == "vector":
+        return entries
+    rows, columns = (shape[-2], shape[-1]) if kind == "experts" else (shape[0], entries // shape[0])
+    return entries * min(rows, columns)
+
+
+def rounds(store: TensorSource, world_size: int) -> list[tuple[str, ...]]:
+    """Parameters in rounds of at most `world_size`, dearest first; place i of a round is rank
+    i's.
+    """
+    order = sorted(store.names, key=lambda name: (-cost_of(name, store.shape(name)), name))
+    return [tuple(order[i : i + world_size]) for i in range(0, len(order), world_size)]
+
+
+def merged_weight(
+    name: str, store: ParamStore, *, base: TensorSource, partner: TensorSource, rule: MergeRule
+) -> tuple[Tensor, MatrixReport]:
+    """The merged value of one parameter, in its dtype and on its device, and what was done.
+
+    Raises:
+        MergeError: a weight or the result is not finite, or no decomposition was found.
+    """
+    current = store.read(name)
+    start = base.tensor(name).to(current.device)
+    other = partner.tensor(name).to(current.device)
+    deltas = (subtract(current, start, name=name), subtract(other, start, name=name))
+    merged, report = merge_deltas(name, deltas, rule)
+    wide = torch.promote_types(torch.promote_types(current.dtype, start.dtype), torch.float32)
+    value = (start.to(wide) + merged.to(wide)).to(current.dtype)
+    check_finite(name, value)
+    return value.contiguous(), report
+
+
+def merge_into(
+    store: ParamStore, *, base: TensorSource, partner: TensorSource, rule: MergeRule, ranks: Ranks
+) -> tuple[MatrixReport, ...]:
+    """Overwrite every parameter of the store by its merge with the partner. Collective.
+
+    Returns:
+        One report a parameter, sorted by name, the same on every rank.
+
+    Raises:
+        MergeError: on every rank, if one rank's parameter cannot be merged; some are written
+            already: undo them.
+    """
+    own: list[MatrixReport] = []
+    for names in rounds(store, ranks.world_size):
+        value: Tensor | None = None
+        error: Exception | None = None
+        if ranks.rank < len(names):
+            try:
+                value, report = merged_weight(
+                    names[ranks.rank], store, base=base, partner=partner, rule=rule
+                )
+                own.append(report)
+            except MergeError as found:
+                error = found
+        ranks.raise_together(error)
+        for owner, name in enumerate(names):
+            live = store.read(name)
+            shared = value if owner == ranks.rank and value is not None else _room_for(live)
+            ranks.broadcast(shared, source=owner)
+            store.write(name, shared)
+    every = [report for reports in ranks.gather(own) for report in reports]
+    return tuple(sorted(every, key=lambda report: report.name))
+
+
+def _room_for(live: Tensor) -> Tensor:
+    return torch.empty(live.shape, dtype=live.dtype, device=live.device)
+
+
+def restore(store: ParamStore, saved: TensorSource) -> None:
+    """Put saved values back into every parameter, bit for bit. Local: an interrupted rank cannot
+    wait for others.
+    """
+    for name in store.names:
+        store.write(name, saved.tensor(name).to(store.read(name).device))

@@ -1,0 +1,115 @@
+"""The ranks of a run as one object: who am I, tell the others, agree with the others.
+
+One process without torch.distributed is the case world_size = 1, where every method is local. Every
+other method is
+collective: all ranks enter it, in the same order. An error on one rank becomes an error on all,
+because a rank that leaves alone makes the others wait for ever.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from soupkit.errors import SoupkitError, TrainingError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among the processes of the run."""
+
+    rank: int
+    world_size: int
+
+    @classmethod
+    def current(cls) -> Ranks:
+        """The ranks of the default process group, or the single process.
+
+        Raises:
+            TrainingError: a launcher started several processes that know nothing of each other.
+        """
+        if dist.is_available() and dist.is_initialized():
+            return cls(dist.get_rank(), dist.get_world_size())
+        launched = os.environ.get("WORLD_SIZE", "1")
+        if launched.isdigit() and int(launched) > 1:
+            raise TrainingError(
+                f"WORLD_SIZE={launched}, but no process group is initialised: every process would "
+                f"train a model of "
+                "its own and all would write the same folder. On a CPU pass use_cpu=True "
+                "(TrainingArguments) or "
+                "cpu=True (Accelerator), or call torch.distributed.init_process_group first"
+            )
+        return cls(0, 1)
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether this rank writes the files."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's picklable value, in rank order, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def mean(self, value: float) -> float:
+        """The mean of a number over ranks, the same bits on each."""
+        values = self.gather(value)
+        return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
+
+    def on_zero(self, act: Callable[[], T]) -> T:
+        """Run `act` on rank 0 only; every rank returns its (picklable) result or raises its
+        error.
+        """
+        if self.world_size == 1:
+            return act()
+        box: list[Any] = [None, None]
+        if self.is_zero:
+            try:
+                box[0] = act()
+            except Exception as error:  # noqa: BLE001 - passed on to every rank below, this one included
+                known = isinstance(error, (SoupkitError, ValueError))
+                box[1] = (
+                    error if known else TrainingError(f"rank 0: {type(error).__name__}: {error}")
+                )
+        dist.broadcast_object_list(box, src=0)
+        if box[1] is not None:
+            raise box[1]
+        result: T = box[0]
+        return result
+
+    def raise_together(self, error: Exception | None) -> None:
+        """Raise on every rank if any rank brings an error; the lowest rank's text.
+
+        Raises:
+            type(error): on the rank that brought it; SoupkitError's subclass of the first one
+            elsewhere.
+        """
+        found = self.gather(None if error is None else (type(error), str(error)))
+        if error is not None:
+            raise error
+        for rank, other in enumerate(found):
+            if other is not None:
+                kind, text = other
+                raise (kind if issubclass(kind, SoupkitError) else TrainingError)(
+                    f"rank {rank}: {text}"
+                )
+
+    def broadcast(self, tensor: Tensor, *, source: int) -> None:
+        """Overwrite the contiguous `tensor` on every rank with the one of rank `source`, bit for
+        bit.
+        """
+        if self.world_size > 1 and tensor.numel() > 0:
+            # As bytes: not every backend knows every dtype.
+            dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=source)

@@ -1,0 +1,333 @@
+"""When a run is merged, with whom, what is kept of it, and where it goes on after a stop. Knows no
+framework.
+
+    merge point at step N: score the run's weights; merge them with the best captured ones; score
+        the result on the same
+    batches; keep it if it is at least as good, else put the old weights back bit for bit; capture
+    the weights the run goes on with, if they are the best so far.
+
+The state on disk is written last and at once, so a process that dies anywhere leaves the state
+before step N or after it. The same seed, data and state give the same bits, whether or not the run
+was stopped in between.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from soupkit.checkpoint import Checkpoint
+from soupkit.config import SoupConfig
+from soupkit.errors import MergeError, TrainingError
+from soupkit.merge import MatrixReport, MergeRule
+from soupkit.tracking import ScalarWriter, say
+from soupkit.training.guards import evaluation_mode, held_interrupts, preserved_rng
+from soupkit.training.judge import Judge
+from soupkit.training.merging import merge_into, restore
+from soupkit.training.params import ParamStore, zero_moments
+from soupkit.training.ranks import Ranks
+from soupkit.training.report import MergeReport, finite_or_none
+from soupkit.training.state import Partner, Snapshot, SoupFolder, SoupState, write_tensors
+
+REFUSALS_BEFORE_ADVICE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A merge that stands in the live weights and waits for its verdict."""
+
+    matrices: tuple[MatrixReport, ...]
+    current: float | None
+    merged: float | None
+    reason: str
+    score_seconds: float
+
+
+class SoupRun:
+    """The merges of one run, on all its ranks; every public method is collective."""
+
+    def __init__(
+        self,
+        config: SoupConfig,
+        *,
+        store: ParamStore,
+        base: Checkpoint,
+        folder: SoupFolder,
+        ranks: Ranks,
+        state: SoupState,
+        evaluate: Callable[[], float] | None,
+        optimizer: Any = None,
+        writer: ScalarWriter | None = None,
+        checkpoint_steps: Callable[[], Iterable[int] | None] = lambda: None,
+        metric_name: str = "eval_loss",
+    ) -> None:
+        """Go on from `state`.
+
+        Args:
+            evaluate: score of the live weights, for gate "metric".
+            writer: on rank 0, where scalars are wanted.
+            checkpoint_steps: steps of the checkpoints that exist; None: unknown, keep every state.
+            metric_name: what the score is called in reports.
+        """
+        self.config = config
+        self.store = store
+        self.base = base
+        self.folder = folder
+        self.ranks = ranks
+        self.state = state
+        self._evaluate = evaluate if config.gate == "metric" else None
+        self._optimizer = optimizer
+        self._writer = writer
+        self._checkpoint_steps = checkpoint_steps
+        self._metric_name = metric_name
+        self._judge = Judge(
+            feed_back=config.feed_back,
+            is_gated=self._evaluate is not None,
+            greater_is_better=config.greater_is_better,
+        )
+        self._rule = MergeRule(
+            method=config.method,
+            rank=config.rank,
+            energy=config.energy,
+            weights=(1.0 - config.weight, config.weight),
+            seed=config.seed,
+        )
+
+    def is_due(self, step: int) -> bool:
+        """Whether `step` is a merge point."""
+        config = self.config
+        if step <= config.start_after_step or step % config.merge_every_n_steps:
+            return False
+        return config.stop_after_step is None or step <= config.stop_after_step
+
+    def at_step(self, step: int, metric: float | None = None) -> MergeReport | None:
+        """After optimizer step `step`: merge if it is a merge point. Collective.
+
+        Args:
+            metric: score of the live weights, if the caller has one and gate is "none".
+
+        Returns:
+            The report of a merge; None where there was none, or weights were captured for the first
+            time.
+        """
+        if not self.is_due(step):
+            if metric is not None:
+                self.on_metric(step, metric)
+            return None
+        with preserved_rng(self.store.devices):
+            if self.state.partner is None:
+                self._capture_first(step, metric)
+                return None
+            return self._merge(step, self.state.partner, metric)
+
+    def on_metric(self, step: int, metric: float) -> None:
+        """A metric of the live weights from the caller's own evaluation; chooses the partner if
+        gate is "none".
+        """
+        if self.config.gate != "none" or not self.config.feed_back or step == 0:
+            return
+        metric = self.ranks.mean(metric)
+        if not math.isfinite(metric):
+            self._say(f"step {step}: {self.config.metric_for_best} is {metric}, not used")
+            return
+        state = replace(self.state, step=step, metric_seen=True)
+        partner = self.state.partner
+        if self._judge.is_better(metric, partner.score if partner else None):
+            self._commit(replace(state, partner=Partner(step, metric)), capture=True)
+        elif not self.state.metric_seen:
+            self._commit(state)
+
+    def clean(self) -> None:
+        """Delete states that belong to no checkpoint any more. Local, on rank 0."""
+        steps = self._checkpoint_steps()
+        if self.ranks.is_zero and steps is not None:
+            self.folder.clean(steps)
+
+    def close(self) -> None:
+        """Close the scalar writer."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _score(self) -> float | None:
+        """The score of the live weights, the same bits on every rank; None without a gate."""
+        if self._evaluate is None:
+            return None
+        # The same generator state for every scoring: a model or a loss that draws draws the same.
+        seeded = preserved_rng(self.store.devices, seed=self.config.seed)
+        with seeded, evaluation_mode(self.store.model):
+            score = float(self._evaluate())
+        return self.ranks.mean(score)
+
+    def _capture_first(self, step: int, metric: float | None) -> None:
+        score = self._score() if metric is None else self.ranks.mean(metric)
+        if score is not None and not math.isfinite(score):
+            self._say(
+                f"step {step}: {self._metric_name} is {score}; these weights are not captured"
+            )
+            return
+        state = replace(self.state, step=step, partner=Partner(step, score))
+        self._commit(
+            replace(state, metric_seen=state.metric_seen or metric is not None), capture=True
+        )
+        known = "" if score is None else f" ({self._metric_name} {score:.6g})"
+        self._say(f"step {step}: first merge point, weights captured{known}; the next one merges")
+
+    def _merge(self, step: int, partner: Partner, metric: float | None) -> MergeReport:
+        started = time.perf_counter()
+        self.ranks.on_zero(lambda: write_tensors(self.folder.undo_path, self.store, durable=False))
+        saved = Snapshot(self.folder.undo_path)
+        before = self.store.checksum()
+        try:
+            trial = self._try(Snapshot(self.folder.partner_path(partner.step)))
+        except BaseException:
+            # Ctrl-C, or an evaluation that failed: whoever catches it finds the old weights, not
+            # half of new ones.
+            with held_interrupts():
+                restore(self.store, saved)
+            raise
+        accepted = not trial.reason and self._judge.accepts(trial.current, trial.merged)
+        report = MergeReport(
+            step=step,
+            partner_step=partner.step,
+            accepted=accepted,
+            method=self.config.method,
+            weight=self.config.weight,
+            metric_current=trial.current,
+            metric_merged=trial.merged,
+            reason=trial.reason,
+            seconds=time.perf_counter() - started,
+            score_seconds=trial.score_seconds,
+            matrices=trial.matrices,
+        )
+        with held_interrupts():
+            self._conclude(report, partner, metric, saved=saved, before=before)
+        self._tell(report)
+        return report
+
+    def _try(self, partner: Snapshot) -> _Trial:
+        """Score, merge into the live weights, score again."""
+        started = time.perf_counter()
+        current = self._score()
+        score_seconds = time.perf_counter() - started
+        try:
+            matrices = merge_into(
+                self.store, base=self.base, partner=partner, rule=self._rule, ranks=self.ranks
+            )
+        except MergeError as error:
+            return _Trial((), current, None, str(error), score_seconds)
+        started = time.perf_counter()
+        merged = self._score()
+        return _Trial(matrices, current, merged, "", score_seconds + time.perf_counter() - started)
+
+    def _conclude(
+        self,
+        report: MergeReport,
+        partner: Partner,
+        metric: float | None,
+        *,
+        saved: Snapshot,
+        before: str,
+    ) -> None:
+        """Keep or undo the merge that stands in the live weights, capture the best, write the
+        state.
+        """
+        # A metric that came with the step is of the weights before the merge.
+        metric = None if metric is None else self.ranks.mean(metric)
+        chosen, from_undo, metric_seen = self._judge.choose(report, self.state, metric)
+        stays = report.accepted and self.config.feed_back
+        if chosen is not None and not from_undo:
+            self._capture(chosen.step)
+        if not stays:
+            restore(self.store, saved)
+            if self.store.checksum() != before:
+                raise TrainingError(
+                    f"step {report.step}: the weights after the undo are not those before the "
+                    f"merge; the undo file "
+                    f"{saved.path} was changed meanwhile: resume from a checkpoint"
+                )
+        elif self.config.optimizer_state == "reset":
+            zero_moments(self._optimizer, list(self.store.parameters.values()))
+        if chosen is not None and from_undo:
+            self.ranks.on_zero(lambda: self.folder.keep_undo_as_partner(report.step))
+        refused = 0 if report.accepted else self.state.refused_in_a_row + 1
+        state = replace(
+            self.state,
+            step=report.step,
+            partner=chosen or partner,
+            metric_seen=metric_seen,
+            refused_in_a_row=refused,
+            history=(*self.state.history, report.to_json(matrices=False)),
+        )
+        self._commit(state, report=report)
+
+    def _capture(self, step: int) -> None:
+        path = self.folder.partner_path(step)
+        self.ranks.on_zero(lambda: write_tensors(path, self.store, durable=True))
+
+    def _commit(
+        self, state: SoupState, *, capture: bool = False, report: MergeReport | None = None
+    ) -> None:
+        """Write what changed, the state last; then forget what no checkpoint needs. Collective."""
+        weights = agreed_checksum(self.store, self.ranks)
+        state = replace(state, weights=weights, dtypes=self.store.dtypes)
+
+        def write() -> None:
+            if capture:
+                write_tensors(self.folder.partner_path(state.step), self.store, durable=True)
+            if report is not None:
+                self.folder.write_report(report.step, report.to_json())
+            self.folder.write_state(state)
+            self.clean()
+            self.folder.drop_undo()
+
+        self.ranks.on_zero(write)
+        self.state = state
+
+    def _tell(self, report: MergeReport) -> None:
+        self._say(report.line(self._metric_name))
+        if self.state.refused_in_a_row == REFUSALS_BEFORE_ADVICE:
+            self._say(
+                f"{REFUSALS_BEFORE_ADVICE} merges in a row were refused: set stop_after_step to "
+                f"end merging before the "
+                'learning rate decays, keep the rate constant for longer, or try method="mean" or '
+                "a higher rank"
+            )
+        if self._writer is None:
+            return
+        scalars = {
+            "kept_energy": report.kept_energy,
+            "delta_norm_before": report.delta_norm_before,
+            "delta_norm_after": report.delta_norm_after,
+            "cosine": report.cosine,
+            "seconds": report.seconds,
+            "partner_step": float(report.partner_step),
+            "accepted": float(report.accepted),
+            "metric_current": finite_or_none(report.metric_current),
+            "metric_merged": finite_or_none(report.metric_merged),
+        }
+        known = {f"soup/{name}": value for name, value in scalars.items() if value is not None}
+        self._writer.add(report.step, known)
+
+    def _say(self, text: str) -> None:
+        if self.ranks.is_zero:
+            say(text)
+
+
+def agreed_checksum(store: ParamStore, ranks: Ranks) -> str:
+    """The checksum of the parameters, which must be the same on all ranks. Collective.
+
+    Raises:
+        TrainingError: ranks hold different weights.
+    """
+    checksums = ranks.gather(store.checksum())
+    if len(set(checksums)) > 1:
+        raise TrainingError(
+            f"the {ranks.world_size} ranks hold different weights; soupkit needs the same on each: "
+            f"wrap the model in "
+            "DistributedDataParallel (accelerator.prepare does) before building Soup"
+        )
+    return checksums[0]

@@ -1,0 +1,226 @@
+"""From a model that is about to be trained to a SoupRun: a fresh start, or a resume at step N.
+
+Whether a run is resumed is not always known when its weights are still those of step 0 (Accelerate
+loads a checkpoint after all objects are built), so `Preparation` looks at the model first and
+`start` decides later. All faults that can be seen before step 1 are raised here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from soupkit.config import SoupConfig
+from soupkit.errors import TrainingError
+from soupkit.files import PENDING_PREFIX
+from soupkit.tracking import ScalarWriter, say
+from soupkit.training.base import check_base, find_base, open_base, promote_pending
+from soupkit.training.params import ParamStore
+from soupkit.training.ranks import Ranks
+from soupkit.training.soup import SoupRun, agreed_checksum
+from soupkit.training.state import BaseRecord, Snapshot, SoupFolder, SoupState
+
+
+class Preparation:
+    """A model, checked, with its soup folder; every public method is collective."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: SoupConfig,
+        *,
+        output_dir: Path,
+        base: str | Path | None,
+        save_companions: Callable[[Path], None],
+    ) -> None:
+        """Find the ranks and the parameters, and make the folder usable.
+
+        Args:
+            model: wrapped or not; its weights may be those of step 0 or not yet loaded.
+            save_companions: writes tokenizer files into a folder.
+
+        Raises:
+            TrainingError: a strategy that is not supported, ranks that differ, a folder that not
+                all ranks see.
+        """
+        self.ranks = Ranks.current()
+        self.config = config
+        self.store = ParamStore(model, include=config.include, exclude=config.exclude)
+        self.folder = SoupFolder(output_dir / "soup")
+        self.given_base = base
+        self.save_companions = save_companions
+        self._record: BaseRecord | None = None
+        agreed_checksum(self.store, self.ranks)
+        self._check_folder()
+        self._say(self.describe())
+
+    def describe(self) -> str:
+        """One line: strategy, ranks, tensors, dtype."""
+        strategy = "DDP" if self.ranks.world_size > 1 else "one process"
+        config = self.config
+        kept = f", energy {config.energy:g}" if config.energy is not None else ""
+        kept = f", rank {config.rank}" if config.rank is not None else kept
+        return (
+            f"{strategy}, ranks: {self.ranks.world_size}, tensors: {len(self.store.names)}, "
+            f"{self.store.dtypes}; "
+            f"{config.method}{kept} every {config.merge_every_n_steps} steps, gate {config.gate}"
+        )
+
+    def find_base(self) -> BaseRecord:
+        """Decide the base from the present weights, which must be those of step 0."""
+        self._record = self.ranks.on_zero(
+            lambda: find_base(
+                self.store.model,
+                self.folder,
+                given=self.given_base,
+                save_companions=self.save_companions,
+            )
+        )
+        return self._record
+
+    def start(
+        self,
+        step: int,
+        *,
+        evaluate: Callable[[], float] | None,
+        optimizer: Any,
+        logdir: Path | None,
+        checkpoint_steps: Callable[[], Iterable[int] | None],
+        metric_name: str,
+        check_weights: bool = True,
+    ) -> SoupRun:
+        """Begin a run at step 0, or go on after `step`.
+
+        Args:
+            check_weights: whether the model holds the weights of `step` now, so that they can be
+                compared.
+            others: as SoupRun takes them; logdir None: no scalars.
+
+        Raises:
+            TrainingError: nothing is known of the base, or state and weights do not belong
+                together.
+        """
+        state = self._fresh() if step == 0 else self._resumed(step, check_weights)
+        base = open_base(state.base, self.folder)
+        check_base(base, self.store)
+        wants_writer = logdir is not None and self.ranks.is_zero
+        return SoupRun(
+            self.config,
+            store=self.store,
+            base=base,
+            folder=self.folder,
+            ranks=self.ranks,
+            state=state,
+            evaluate=evaluate,
+            optimizer=optimizer,
+            writer=ScalarWriter(logdir, step=step) if wants_writer and logdir else None,
+            checkpoint_steps=checkpoint_steps,
+            metric_name=metric_name,
+        )
+
+    def _fresh(self) -> SoupState:
+        record = self._record or self.find_base()
+        checksum = self.store.checksum()
+        state = SoupState(step=0, base=record, weights=checksum, dtypes=self.store.dtypes)
+
+        def write() -> None:
+            gone = self.folder.forget_after(-1)
+            if any(gone):
+                say(
+                    f"a new run starts in {self.folder.root}: the state of an earlier one up to "
+                    f"step {gone[-1]} is deleted"
+                )
+            promote_pending(self.folder)
+            self.folder.write_state(state)
+
+        self.ranks.on_zero(write)
+        return state
+
+    def _resumed(self, step: int, check_weights: bool) -> SoupState:
+        state = self.ranks.on_zero(lambda: self.folder.newest(at_most=step))
+        self._record = None
+        if state is None:
+            state = self._adopted(step)
+        elif self.given_base is not None:
+            state = self._with_given_base(state)
+        known = state.step == step and state.dtypes == self.store.dtypes
+        if check_weights and known and state.weights != self.store.checksum():
+            raise TrainingError(
+                f"the weights resumed at step {step} are not those of "
+                f"{self.folder.state_path(step)}; resume from "
+                "the checkpoint of this run, or another one of it, or delete that file to resume "
+                "from the state before"
+            )
+        if state.partner is not None:
+            self._check_partner(state.partner.step)
+
+        def write() -> None:
+            gone = self.folder.forget_after(step)
+            if gone:
+                say(f"resumed at step {step}: the state of later steps up to {gone[-1]} is deleted")
+            self.folder.remove_leftovers()
+
+        self.ranks.on_zero(write)
+        return state
+
+    def _adopted(self, step: int) -> SoupState:
+        """A run without a state here: only a base that the user names is known to be of step 0."""
+        if self.given_base is None:
+            raise TrainingError(
+                f"resumed at step {step}, and {self.folder.root} has no state of that step or "
+                f"before: the weights that "
+                "this run started from are not known; name that model with base="
+            )
+        record = self.find_base()
+        self._say(
+            f"resumed at step {step} without a state of soupkit: the next merge point captures"
+        )
+        return SoupState(
+            step=step, base=record, weights=self.store.checksum(), dtypes=self.store.dtypes
+        )
+
+    def _with_given_base(self, state: SoupState) -> SoupState:
+        record = self.find_base()
+        if record.fingerprint != state.base.fingerprint:
+            raise TrainingError(
+                f"base={str(self.given_base)!r} has other weights than the base this run began "
+                f"with "
+                f"({state.base.path or self.folder.base_path}); leave base= out, or start a new run"
+            )
+        return replace(state, base=record)
+
+    def _check_partner(self, step: int) -> None:
+        partner = Snapshot(self.folder.partner_path(step))
+        for name in self.store.names:
+            if name not in partner.names or partner.shape(name) != self.store.shape(name):
+                raise TrainingError(
+                    f"{partner.path} was captured without {name}, or in another shape: resume with "
+                    f"the include= and "
+                    "exclude= that the run began with, or start a new run"
+                )
+
+    def _check_folder(self) -> None:
+        probe = self.folder.root / f"{PENDING_PREFIX}probe"
+
+        def write() -> None:
+            self.folder.root.mkdir(parents=True, exist_ok=True)
+            self.folder.remove_leftovers()
+            probe.touch()
+
+        self.ranks.on_zero(write)
+        seen = self.ranks.gather(probe.exists())
+        self.ranks.on_zero(lambda: probe.unlink(missing_ok=True))
+        if not all(seen):
+            raise TrainingError(
+                f"rank {seen.index(False)} does not see {self.folder.root} as rank 0 wrote it: put "
+                f"output_dir on a "
+                "file system that all ranks share"
+            )
+
+    def _say(self, text: str) -> None:
+        if self.ranks.is_zero:
+            say(text)

@@ -1,0 +1,281 @@
+"""What a run's merges need to go on after a stop: the folder `<output_dir>/soup`, versioned by
+step.
+
+    soup/state-00000020.json       the state after step 20: base, partner, history; written last, at
+    once soup/partner-00000010.safetensors   the weights captured at step 10, in the parameters' own
+    dtypes soup/report-00000020.json      the whole report of the merge at step 20
+    soup/undo/weights.safetensors  the weights before the merge in work; of use to the living
+    process only soup/base/                     the step-0 weights as a model folder, where no other
+    folder holds them
+
+A run that resumes at step N takes the newest state of a step <= N and deletes the later ones. What
+belongs to a checkpoint that still exists is kept, and the newest. Only rank 0 writes. It knows
+nothing of frameworks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from soupkit.delta import TensorSource
+from soupkit.errors import TrainingError
+from soupkit.files import PENDING_PREFIX, atomic_write_json, fsync_path, read_json
+from soupkit.tensorfile import MappedFile, TensorFileWriter, TensorSpec
+
+SCHEMA = 1
+_STATE = re.compile(r"state-(\d+)\.json")
+_NUMBERED = re.compile(r"(?:state|partner|report)-(\d+)\.(?:json|safetensors)")
+
+
+@dataclass(frozen=True, slots=True)
+class BaseRecord:
+    """Which model the deltas are taken against.
+
+    Args:
+        path: folder or hub id; None: `soup/base`, wherever the soup folder lies now.
+        revision: of the hub id.
+        fingerprint: of its weights.
+    """
+
+    path: str | None
+    revision: str | None
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Partner:
+    """Captured weights: the step they are of, and their score (None: captured without one)."""
+
+    step: int
+    score: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SoupState:
+    """All that decides how a run's merges go on after `step`.
+
+    Args:
+        weights: checksum of the parameters that take part, as the run goes on with them.
+        dtypes: of those parameters; the checksum means something in the same ones only.
+        metric_seen: an evaluation has given a metric, so metrics choose the partner (gate "none").
+        refused_in_a_row: merges refused since the last accepted one.
+        history: the sums of every merge so far.
+    """
+
+    step: int
+    base: BaseRecord
+    weights: str
+    dtypes: str
+    partner: Partner | None = None
+    metric_seen: bool = False
+    refused_in_a_row: int = 0
+    history: tuple[dict[str, Any], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> SoupState:
+        """Read back what to_json gave. Raises KeyError, TypeError or ValueError for anything
+        else.
+        """
+        fields = dict(value)
+        if fields.pop("schema") != SCHEMA:
+            raise ValueError(f"schema {value['schema']!r}, this soupkit reads {SCHEMA}")
+        partner = fields.pop("partner")
+        return replace(
+            cls(**{**fields, "base": BaseRecord(**fields["base"])}),
+            partner=None if partner is None else Partner(**partner),
+            history=tuple(fields["history"]),
+        )
+
+
+class Snapshot:
+    """Captured weights on disk; a TensorSource whose tensors are mapped from the file."""
+
+    def __init__(self, path: Path) -> None:
+        """Open `path` and check its header. Raises TrainingError if it is missing or damaged."""
+        try:
+            self._file = MappedFile(path)
+        except (OSError, ValueError) as error:
+            raise TrainingError(f"{path}: {error}; resume from an older checkpoint") from error
+        self.path = path
+        self.names: tuple[str, ...] = tuple(sorted(self._file.slots))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor."""
+        return self._file.slots[name].spec.shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of one tensor."""
+        return self._file.slots[name].spec.dtype
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor on the CPU in its own dtype: do not write to it."""
+        return self._file.tensor(name)
+
+
+def write_tensors(path: Path, source: TensorSource, *, durable: bool) -> None:
+    """Replace the file `path` by all tensors of `source`, at once; holds one tensor at a time.
+    Raises OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pending = path.with_name(PENDING_PREFIX + path.name)
+    pending.unlink(missing_ok=True)
+    specs = {name: TensorSpec(source.dtype(name), source.shape(name)) for name in source.names}
+    writer = TensorFileWriter(pending, specs, metadata={"format": "pt"})
+    try:
+        for name in source.names:
+            writer.write(name, source.tensor(name))
+        writer.check_complete()
+    except BaseException:
+        pending.unlink(missing_ok=True)
+        raise
+    finally:
+        writer.close()
+    if durable:
+        fsync_path(pending)
+    os.replace(pending, path)
+    if durable:
+        fsync_path(path.parent)
+
+
+class SoupFolder:
+    """The files of one run's merges."""
+
+    def __init__(self, root: Path) -> None:
+        """Args: root: `<output_dir>/soup`; made by the first write."""
+        self.root = root.resolve()
+
+    @property
+    def base_path(self) -> Path:
+        """Where step-0 weights are kept if nothing else holds them."""
+        return self.root / "base"
+
+    @property
+    def pending_base_path(self) -> Path:
+        """Where step-0 weights wait until it is known that the run is no resumed one."""
+        return self.root / (PENDING_PREFIX + "base")
+
+    @property
+    def undo_path(self) -> Path:
+        """The weights before the merge in work."""
+        return self.root / "undo" / "weights.safetensors"
+
+    def partner_path(self, step: int) -> Path:
+        """The weights captured at `step`."""
+        return self.root / f"partner-{step:08d}.safetensors"
+
+    def state_path(self, step: int) -> Path:
+        """The state after `step`."""
+        return self.root / f"state-{step:08d}.json"
+
+    def report_path(self, step: int) -> Path:
+        """The report of the merge at `step`."""
+        return self.root / f"report-{step:08d}.json"
+
+    def steps(self) -> list[int]:
+        """Steps that have a state, ascending."""
+        if not self.root.is_dir():
+            return []
+        found = (_STATE.fullmatch(path.name) for path in self.root.iterdir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def newest(self, *, at_most: int) -> SoupState | None:
+        """The state of the newest step <= `at_most`, or None.
+
+        Raises:
+            TrainingError: that file is no state of this version.
+        """
+        steps = [step for step in self.steps() if step <= at_most]
+        if not steps:
+            return None
+        path = self.state_path(steps[-1])
+        try:
+            return SoupState.from_json(read_json(path))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise TrainingError(
+                f"{path}: not a state of this soupkit ({error}); delete it to resume from an older "
+                f"one"
+            ) from error
+
+    def keep_undo_as_partner(self, step: int) -> None:
+        """The weights before the merge become those captured at `step`; nothing is copied."""
+        fsync_path(self.undo_path)
+        os.replace(self.undo_path, self.partner_path(step))
+        fsync_path(self.root)
+
+    def write_report(self, step: int, report: Mapping[str, Any]) -> None:
+        """Keep the whole report of the merge at `step`."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        atomic_write_json(self.report_path(step), report)
+
+    def write_state(self, state: SoupState) -> None:
+        """Make `state` the newest; everything it names must be on the disk already."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        atomic_write_json(self.state_path(state.step), state.to_json())
+
+    def forget_after(self, step: int) -> list[int]:
+        """Delete all that is of later steps than `step`, states first. Returns the steps of the
+        deleted states.
+        """
+        later = [found for found in self.steps() if found > step]
+        for found in later:
+            self.state_path(found).unlink()
+        if self.root.is_dir():
+            for path in self.root.iterdir():
+                match = _NUMBERED.fullmatch(path.name)
+                if match and int(match[1]) > step:
+                    path.unlink(missing_ok=True)
+        self.drop_undo()
+        return later
+
+    def drop_undo(self) -> None:
+        """Delete the weights before the last merge."""
+        shutil.rmtree(self.undo_path.parent, ignore_errors=True)
+
+    def clean(self, checkpoint_steps: Iterable[int]) -> None:
+        """Delete states, and captured weights, that belong to none of these checkpoints and are not
+        the newest.
+        """
+        steps = self.steps()
+        if not steps:
+            return
+        newest_for = (
+            max((found for found in steps if found <= step), default=None)
+            for step in checkpoint_steps
+        )
+        kept = {steps[-1], *(step for step in newest_for if step is not None)}
+        for step in steps:
+            if step not in kept:
+                self.state_path(step).unlink(missing_ok=True)
+        partners = set()
+        for step in kept:
+            state = self.newest(at_most=step)
+            if state is not None and state.partner is not None:
+                partners.add(self.partner_path(state.partner.step))
+        for path in self.root.glob("partner-*.safetensors"):
+            if path not in partners:
+                path.unlink(missing_ok=True)
+
+    def remove_leftovers(self) -> None:
+        """Delete what a killed process left half written. Call it before any write."""
+        if not self.root.is_dir():
+            return
+        for path in self.root.glob(PENDING_PREFIX + "*"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    path.unlink()

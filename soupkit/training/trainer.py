@@ -1,0 +1,237 @@
+"""SoupCallback: merges inside Hugging Face's Trainer, and in every trainer that derives from it.
+
+It acts at on_step_end only: there the metric, the file and the live weights of a step are about the
+same weights (a merge in on_evaluate or on_save makes them disagree), no autograd graph is alive and
+the optimizer step is done. Its state lies in <output_dir>/soup and depends on no flag of the
+framework.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from soupkit.config import ExportConfig, SoupConfig
+from soupkit.errors import TrainingError
+from soupkit.tracking import say
+from soupkit.training.finish import check_export, export_run
+from soupkit.training.gate import EvaluationLoss
+from soupkit.training.report import MergeReport
+from soupkit.training.soup import SoupRun
+from soupkit.training.start import Preparation
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+def find_trainer(callback: TrainerCallback) -> Trainer:
+    """The Trainer that is calling `callback`, found among the callers' frames.
+
+    Trainer hands callbacks its parts but not itself, and the gate needs its own loss and loader.
+    Its event methods run below `Trainer.train`, whose frames hold it as `self`.
+
+    Raises:
+        TrainingError: no caller is a Trainer that holds this callback.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        candidate = frame.f_locals.get("self")
+        if isinstance(candidate, Trainer) and callback in candidate.callback_handler.callbacks:
+            return candidate
+        frame = frame.f_back
+    raise TrainingError(
+        "SoupCallback does not find the Trainer that calls it; call callback.attach(trainer) "
+        "before trainer.train()"
+    )
+
+
+class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
+    """Merges a run with its best previous weights every N optimizer steps, and exports it at the
+    end.
+    """
+
+    def __init__(
+        self,
+        config: SoupConfig | None = None,
+        *,
+        export: ExportConfig | None = None,
+        base: str | Path | None = None,
+    ) -> None:
+        """Nothing happens before training begins.
+
+        Args:
+            config: when and how to merge; SoupConfig() unless given.
+            export: the variant that is written when training ends; None: none.
+            base: folder or hub id of the model that deltas are taken against. Default: what the
+                model was loaded from, if its weights are those of step 0; else the step-0 weights,
+                saved to <output_dir>/soup/base.
+        """
+        self.config = config or SoupConfig()
+        self.export = export
+        self.base = base
+        self.reports: list[MergeReport] = []
+        self._attached: Trainer | None = None
+        self._run: SoupRun | None = None
+        self._companions: Callable[[Path], None] = _no_companions
+        self._is_preempted = False
+
+    def attach(self, trainer: Trainer) -> SoupCallback:
+        """Name the Trainer, where it cannot be found by itself. Returns the callback."""
+        self._attached = trainer
+        return self
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check everything, then start afresh or resume at `state.global_step`. Collective.
+
+        Raises:
+            TrainingError, ValueError: this run cannot be souped or exported; nothing was trained
+                yet.
+        """
+        trainer = self._attached or find_trainer(self)
+        _refuse_trainer(trainer)
+        self.reports = []
+        self._is_preempted = False
+        self._companions = _companions_of(kwargs.get("processing_class"))
+        step, output_dir = int(state.global_step), Path(args.output_dir)
+        if self.config.gate == "metric" and self.config.greater_is_better:
+            raise ValueError(
+                'greater_is_better=True with gate="metric": SoupCallback scores a loss, where less '
+                "is better; set it "
+                'to False, or use SoupConfig(gate="none")'
+            )
+        preparation = Preparation(
+            trainer.model,
+            self.config,
+            output_dir=output_dir,
+            base=self.base,
+            save_companions=self._companions,
+        )
+        logdir = os.environ.get("TENSORBOARD_LOGGING_DIR")
+        run = preparation.start(
+            step,
+            evaluate=self._gate(trainer, preparation),
+            optimizer=kwargs.get("optimizer"),
+            logdir=Path(logdir) if logdir else output_dir / "runs",
+            checkpoint_steps=lambda: checkpoint_steps(output_dir),
+            metric_name=self.config.metric_for_best,
+        )
+        self._run = run
+        if self.export is not None:
+            export = self.export
+            run.ranks.on_zero(lambda: check_export(export, run.base, trainer.model))
+        if step > 0 and run.is_due(step) and run.state.step < step:
+            # The checkpoint was written at a merge point before the merge (just-in-time checkpoints
+            # do so).
+            self._merge_at(step)
+
+    def _gate(self, trainer: Trainer, preparation: Preparation) -> Callable[[], float] | None:
+        if self.config.gate == "none":
+            return None
+        return EvaluationLoss(
+            trainer,
+            ranks=preparation.ranks,
+            devices=preparation.store.devices,
+            num_batches=self.config.gate_batches,
+            metric=self.config.metric_for_best,
+            seed=self.config.seed,
+        )
+
+    def _merge_at(self, step: int) -> None:
+        assert self._run is not None
+        report = self._run.at_step(step)
+        if report is not None:
+            self.reports.append(report)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Merge, if this optimizer step is a merge point. Collective."""
+        is_last = state.global_step >= state.max_steps
+        if (
+            getattr(args, "enable_jit_checkpoint", False)
+            and control.should_training_stop
+            and not is_last
+        ):
+            # The process is about to be taken away and its checkpoint is written: a merge now would
+            # not be in it.
+            self._is_preempted = True
+            return
+        self._merge_at(int(state.global_step))
+
+    def on_evaluate(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        metrics: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """With gate "none": let the metric choose the partner. Collective."""
+        value = (metrics or {}).get(self.config.metric_for_best)
+        if self._run is not None and value is not None:
+            self._run.on_metric(int(state.global_step), float(value))
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Forget states whose checkpoints were rotated away."""
+        if self._run is not None:
+            self._run.clean()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Export the weights that the run ends with. Collective."""
+        run = self._run
+        if run is None:
+            return
+        try:
+            if self.export is not None and self._is_preempted:
+                if run.ranks.is_zero:
+                    say(
+                        f"stopped at step {state.global_step} to be resumed; nothing is exported "
+                        f"yet"
+                    )
+            elif self.export is not None:
+                export_run(
+                    run, self.export, step=int(state.global_step), save_companions=self._companions
+                )
+        finally:
+            run.close()
+            self._run = None
+
+
+def checkpoint_steps(output_dir: Path) -> list[int]:
+    """Steps of the Trainer checkpoints that exist in `output_dir`."""
+    found = (_CHECKPOINT.fullmatch(path.name) for path in output_dir.glob("checkpoint-*"))
+    return [int(match[1]) for match in found if match]
+
+
+def _refuse_trainer(trainer: Trainer) -> None:
+    others = [c for c in trainer.callback_handler.callbacks if isinstance(c, SoupCallback)]
+    if len(others) > 1:
+        raise TrainingError(
+            f"the Trainer has {len(others)} SoupCallbacks, which would merge and write over each "
+            f"other: keep one"
+        )
+    for flag, strategy in (
+        ("is_deepspeed_enabled", "DeepSpeed"),
+        ("is_fsdp_enabled", "FSDP"),
+        ("is_fsdp_xla_enabled", "FSDP on XLA"),
+    ):
+        if getattr(trainer, flag, False):
+            raise TrainingError(
+                f"this run uses {strategy}, whose sharded weights are not merged yet: train in one "
+                f"process or under "
+                "DDP, or without SoupCallback"
+            )
+
+
+def _companions_of(processing_class: Any) -> Callable[[Path], None]:
+    if processing_class is None or not hasattr(processing_class, "save_pretrained"):
+        return _no_companions
+    return lambda folder: processing_class.save_pretrained(str(folder)) and None
+
+
+def _no_companions(folder: Path) -> None:
+    """For runs without a tokenizer."""
