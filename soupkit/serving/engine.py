@@ -1,0 +1,347 @@
+"""Requests of several variants -> tokens, on transformers' continuous batching.
+
+What continuous batching lacks is added at four seams of its manager, all held by contract tests and
+found on transformers 5.24 (`generation/continuous_batching`):
+  prepare_batch_tensors     the slot of every row is set beside the batch's tensors
+  ModelRunner._sample       the next token by each request's own settings (sampling.py)
+  clear_cancelled_requests  a cancelled request gets its terminal event, once nothing computes for
+  it mark_as_stopped           if the thread ends, every open request is told
+Prefix sharing is off: its blocks are keyed by tokens only, and one variant would read another's.
+CUDA graphs are off: a replay would skip the first two seams.
+Not here: queues in front (router.py), which slots hold what (cache.py), text (text.py).
+"""
+
+import itertools
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+)
+from transformers.generation.continuous_batching import RequestStatus
+
+from soupkit.errors import ServingError
+
+from .jobs import Deliver, End, Job, Record
+from .layers import VariantBank
+from .memory import KVPlan
+from .patches import BASE_SLOT
+from .sampling import Token, choose, describe
+
+PAGE_TOKENS = 16
+
+
+class Engine:
+    """One model, its variant slots and the thread that generates.
+
+    `load` and `free` are for one loader thread; `submit`, `cancel` and `score` for any. Events of a
+    job are delivered on the engine's thread, in order, `End` last and exactly once; a deliverer
+    must not block.
+    """
+
+    def __init__(self, model: Any, *, max_running: int, plan: KVPlan) -> None:
+        """Args:
+        model: a causal LM in eval mode on its device; it belongs to the engine until `close`.
+        max_running: sequences in one batch.
+        plan: how many tokens the key-value cache and one batch hold.
+        """
+        config = model.config.get_text_config()
+        self.max_running = max_running
+        self.vocab_size: int = config.vocab_size
+        self.max_context = min(
+            getattr(config, "max_position_embeddings", plan.kv_tokens), plan.kv_tokens
+        )
+        self.num_tokens = 0
+        self._model = model
+        self._bank = VariantBank(
+            model, vocab_size=self.vocab_size, head=model.get_output_embeddings()
+        )
+        self._records: dict[str, Record] = {}
+        self._lock = threading.Lock()
+        self._ids = itertools.count()
+        self._batch: list[Record] = []  # those of the current batch that get a token, in order
+        self._stopped = False
+        self._manager = self._make_manager(plan)
+
+    def _make_manager(self, plan: KVPlan) -> Any:
+        manager = self._model.init_continuous_batching(
+            # Stop tokens travel with each request; sampling is ours, so no processor may act before
+            # it.
+            generation_config=GenerationConfig(eos_token_id=-1, do_sample=False),
+            continuous_batching_config=ContinuousBatchingConfig(
+                page_size=PAGE_TOKENS,
+                num_blocks=-(-plan.kv_tokens // PAGE_TOKENS),
+                max_batch_tokens=max(plan.batch_tokens, self.max_running),
+                max_requests_per_batch=self.max_running,
+                max_blocks_per_request=0,
+                allow_block_sharing=False,
+                use_async_batching=False,
+                use_cuda_graph=False,
+                auto_switch_to_flash=False,
+                max_queue_size=0,
+            ),
+        )
+        manager.output_router = _Outputs(self)
+        with torch.no_grad():
+            processor = manager.batch_processor = manager._create_batch_processor()
+        inputs, scheduler = processor.inputs_and_outputs, processor.scheduler
+        self._prepare, inputs.prepare_batch_tensors = inputs.prepare_batch_tensors, self._on_prepare
+        processor.model_runner._sample = self._on_sample
+        self._clear, scheduler.clear_cancelled_requests = (
+            scheduler.clear_cancelled_requests,
+            self._on_clear,
+        )
+        self._scheduler, status = scheduler, manager.background_thread_status
+        self._mark_stopped, status.mark_as_stopped = status.mark_as_stopped, self._on_stopped
+        return manager
+
+    def start(self) -> None:
+        self._manager.start()
+
+    def close(self) -> None:
+        """Ends the thread (open jobs get an error) and leaves the model as the plain base."""
+        if self._manager.is_running():
+            self._manager.stop(block=True, hard_stop=True)
+        self._bank.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can generate."""
+        return self._manager.is_running() and not self._stopped
+
+    @property
+    def num_open(self) -> int:
+        return len(self._records)
+
+    def load(self, slot: int, variant: Any) -> None:
+        """Puts a checked variant (`bundle.LoadedVariant`) into an empty slot; see
+        `VariantBank.load`.
+        """
+        entries = variant.manifest.tensors
+        tied = {entry.name: entry.source for entry in entries if entry.kind == "tied"}
+        own = frozenset(entry.name for entry in entries) - tied.keys()
+        self._bank.load(slot, variant.signs, variant.raw, own=own, tied=tied)
+
+    def free(self, slot: int) -> None:
+        """Empties a slot. Raises ServingError while a job still uses it."""
+        with self._lock:
+            users = [key for key, record in self._records.items() if record.job.slot == slot]
+        if users:
+            raise ServingError(f"slot {slot} is used by {len(users)} jobs; free it after their end")
+        self._bank.free(slot)
+
+    def submit(self, job: Job, deliver: Deliver) -> str:
+        """Starts a job; its events go to `deliver`.
+
+        Returns:
+            The job's id, for `cancel`.
+
+        Raises:
+            ValueError: a token, the length or the slot is not one the engine has.
+            ServingError: the engine's thread has ended.
+        """
+        self._check(job)
+        key = f"job-{next(self._ids)}"
+        with self._lock:
+            self._records[key] = Record(job, deliver)
+        accepted = self._manager.add_request(
+            list(job.tokens),
+            request_id=key,
+            max_new_tokens=job.max_tokens,
+            streaming=True,
+            eos_token_id=sorted(job.stop_tokens),
+        )
+        if accepted is None:
+            with self._lock:
+                self._records.pop(key, None)
+            raise ServingError("the engine has stopped; restart the server")
+        if self._stopped:
+            self._fail_open("the engine stopped")
+        return key
+
+    def cancel(self, key: str) -> None:
+        """Ends a job early: `End("cancelled")` follows unless it ends by itself first."""
+        self._end_early(key, End("cancelled"))
+
+    def score(self, tokens: tuple[int, ...], slot: int, *, num_top: int) -> list[Token]:
+        """Log-probabilities of a prompt's own tokens, by one forward while generation waits.
+
+        Returns:
+            One token per prompt token; the first has no log-probability, as nothing precedes it.
+        """
+        if self._model.config._attn_implementation != "sdpa":
+            raise ServingError(
+                "prompt log-probabilities need sdpa attention, which this model lacks"
+            )
+        ids = torch.tensor([tokens], device=self._model.device)
+        with self._manager.pause(), torch.no_grad():
+            self._bank.set_batch([slot] * len(tokens), [slot] * len(tokens))
+            try:
+                logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
+            finally:
+                self._bank.batch = None
+        scored = [describe(logits[i], token, num_top) for i, token in enumerate(tokens[1:])]
+        return [Token(tokens[0]), *scored]
+
+    def _check(self, job: Job) -> None:
+        if not job.tokens:
+            raise ValueError("the prompt is empty; give at least one token")
+        bad = next((t for t in job.tokens if not 0 <= t < self.vocab_size), None)
+        if bad is not None:
+            raise ValueError(f"token id {bad} is outside the vocabulary of {self.vocab_size}")
+        total = len(job.tokens) + job.max_tokens
+        if job.max_tokens < 1 or total > self.max_context:
+            raise ValueError(
+                f"{len(job.tokens)} prompt tokens + max_tokens={job.max_tokens}: at least 1 and "
+                f"together at most {self.max_context}"
+            )
+        if job.slot != BASE_SLOT and job.slot not in self._bank.slots:
+            raise ValueError(f"slot {job.slot} holds no variant")
+
+    def _end_early(self, key: str, fate: End) -> None:
+        with self._lock:
+            record = self._records.get(key)
+            if record is None:
+                return
+            record.fate = record.fate or fate
+        self._manager.cancel_request(key)
+
+    # On the engine's thread from here on.
+
+    def _on_prepare(self, requests_in_batch: list[Any], **rest: Any) -> None:
+        self._prepare(requests_in_batch=requests_in_batch, **rest)
+        records = [self._records[future.state.request_id] for future in requests_in_batch]
+        token_slots: list[int] = []
+        for record, future in zip(records, requests_in_batch, strict=True):
+            token_slots += [record.job.slot] * future.query_length
+        pairs = list(zip(records, requests_in_batch, strict=True))
+        self._batch = [record for record, future in pairs if future.has_new_token]
+        head_slots = [record.job.slot for record in self._batch]
+        # The head is given a row per request; those past the ones with a new token read token 0.
+        head_slots += [token_slots[0]] * (len(records) - len(head_slots))
+        self._bank.set_batch(token_slots, head_slots)
+
+    def _on_sample(self, scores: Tensor, output_ids: Tensor) -> None:
+        batch = self._batch
+        if not batch:
+            return
+        ids, tokens = choose(scores[0, : len(batch)], [record.chooser for record in batch])
+        output_ids[0, : len(batch)].copy_(ids)
+        for record, token in zip(batch, tokens, strict=True):
+            if token is None:
+                record.fate = record.fate or End("error", "the model's logits are not a number")
+            else:
+                record.fresh.append(token)
+
+    def _on_clear(self) -> list[Any]:
+        with self._lock:
+            doomed = {
+                key: record for key, record in self._records.items() if record.fate is not None
+            }
+        for key in doomed:
+            # Asked for again each time: a cancel can overtake its own request on the way in.
+            self._scheduler.set_request_cancellation(key)
+        cleared: list[Any] = self._clear()
+        for state in cleared:
+            self._finish(state.request_id, End("cancelled"))
+        return cleared
+
+    def _on_stopped(self) -> None:
+        self._stopped = True
+        self._mark_stopped()
+        self._fail_open("the engine stopped")
+
+    def _on_output(self, output: Any) -> None:
+        record = self._records.get(output.request_id)
+        if record is None:
+            return
+        if record.fate is None:
+            self._send(record, output.generated_tokens)
+        if output.status == RequestStatus.FINISHED:
+            stopped = output.generated_tokens[-1] in record.job.stop_tokens
+            self._finish(output.request_id, End("stop" if stopped else "length"))
+        elif output.status == RequestStatus.FAILED:
+            self._finish(output.request_id, End("error", output.error or "generation failed"))
+
+    def _send(self, record: Record, generated: list[int]) -> None:
+        for token in record.fresh[: len(generated) - record.num_sent]:
+            record.num_sent += 1
+            self.num_tokens += 1
+            if token.id not in record.job.stop_tokens:
+                record.deliver(token)
+        record.fresh.clear()
+
+    def _finish(self, key: str, end: End) -> None:
+        with self._lock:
+            record = self._records.pop(key, None)
+        if record is not None:
+            record.deliver(record.fate or end)
+
+    def _fail_open(self, reason: str) -> None:
+        for key in list(self._records):
+            self._finish(key, End("error", reason))
+
+
+class _Outputs:
+    """Stands where the manager's own output router stood; called on the engine's thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def deliver(self, output: Any) -> None:
+        self._engine._on_output(output)
+
+    def deliver_batch(self, outputs: list[Any]) -> None:
+        for output in outputs:
+            self._engine._on_output(output)
+
+    def fail_and_deliver(self, state: Any, error: Exception) -> None:
+        state.status, state.error = RequestStatus.FAILED, str(error)
+        self._engine._on_output(state.to_generation_output())
+
+
+@dataclass(frozen=True, slots=True)
+class TextSetup:
+    """What turns a model's tokens into text, from the files beside its weights."""
+
+    tokenizer: Any
+    stop_tokens: frozenset[int]
+    config: dict[str, Any]
+
+
+def load_model(path: Path, *, device: str, dtype: torch.dtype) -> Any:
+    """The base as a causal LM in eval mode, attention by torch's sdpa; no remote code."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+    )
+    return model.to(device).eval().requires_grad_(False)
+
+
+def load_text_setup(folder: Path) -> TextSetup:
+    """Reads tokenizer, stop tokens and configuration of a folder; no remote code.
+
+    Raises:
+        ServingError: there is no tokenizer.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ServingError(
+            f"{folder.name}: no usable tokenizer ({error}); save one there"
+        ) from error
+    stop = config.eos_token_id
+    if (folder / "generation_config.json").is_file():
+        stop = GenerationConfig.from_pretrained(folder).eos_token_id
+    if stop is None:
+        stop = tokenizer.eos_token_id
+    ids = [] if stop is None else [stop] if isinstance(stop, int) else stop
+    return TextSetup(tokenizer, frozenset(i for i in ids if i >= 0), config.to_dict())

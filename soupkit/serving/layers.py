@@ -1,0 +1,232 @@
+"""The variants inside a model: put in place without touching the base's weights, taken out again.
+
+Every token of a batch has a slot (-1 = base). A module that some resident variant changed acts as
+    y[t] = f(x[t]; W_base + delta[slot[t]])
+nn.Linear through the multi-variant kernel op (`soupkit_kernels.op.delta_linear`), nn.Embedding by
+adding the unpacked rows it looks up, any other token-wise leaf (norms) by running it per variant on
+that variant's rows. The slots of a batch are one object that the engine sets before each forward.
+
+Tied parameters are one parameter: bits for the embedding act in a tied lm_head too. What cannot act
+per token is refused when the variant is loaded, with the tensor's name; nothing is left out
+silently. Not here: which variants are resident (cache.py), and tensors sliced over several devices.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from soupkit.bitdelta import SignDelta
+from soupkit.errors import ServingError
+
+from .patches import (
+    BASE_SLOT,
+    Batch,
+    EmbeddingPatch,
+    Entry,
+    LinearPatch,
+    Patch,
+    Rows,
+    with_parameters,
+)
+from .probe import token_axes
+
+
+class VariantBank:
+    """The variants that live in one model.
+
+    `load`, `free` and `close` may run on any one thread while forwards run on another: a slot's
+    entries appear whole before any batch names the slot, and go after the last one did; the engine
+    keeps that.
+    """
+
+    def __init__(self, model: nn.Module, *, vocab_size: int, head: nn.Module | None) -> None:
+        """Args:
+        model: in eval mode on its final device; patched by `load`, plain again after `close`.
+        vocab_size: of the base; ids below it are valid.
+        head: the module that may compute only the rows whose next token is wanted.
+        """
+        self.batch: Batch | None = None
+        self._model = model
+        self._head = head
+        self._axes = token_axes(model, vocab_size=vocab_size)
+        self._patches: dict[str, Patch] = {}
+        self._occupied: set[int] = set()
+        # A parameter may have several owners (tied weights): full name -> (module name, local
+        # name).
+        self._owners: dict[int, list[tuple[str, str]]] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
+        for module_name, module in model.named_modules():
+            for local, parameter in module.named_parameters(recurse=False):
+                self._owners.setdefault(id(parameter), []).append((module_name, local))
+                self._parameters[_join(module_name, local)] = parameter
+
+    @property
+    def slots(self) -> frozenset[int]:
+        return frozenset(self._occupied)
+
+    def set_batch(self, token_slots: Sequence[int], head_slots: Sequence[int]) -> None:
+        """Declares whose rows the next forward computes: a slot for each token and each head row.
+
+        Only the thread that runs the forwards may call it.
+        """
+        active = tuple(sorted(set(token_slots) - {BASE_SLOT}))
+        if not active:
+            self.batch = None
+            return
+        unknown = [slot for slot in active if slot not in self._occupied]
+        assert not unknown, f"slots {unknown} hold no variant"
+        device = next(self._model.parameters()).device
+        tokens, heads = (
+            Rows(torch.tensor(slots, dtype=torch.int64), active, device)
+            for slots in (token_slots, head_slots)
+        )
+        self.batch = Batch(active, tokens, heads)
+
+    def load(
+        self,
+        slot: int,
+        signs: Mapping[str, SignDelta],
+        raw: Mapping[str, Tensor],
+        *,
+        own: frozenset[str] = frozenset(),
+        tied: Mapping[str, str | None] | None = None,
+    ) -> None:
+        """Installs a variant in an empty slot.
+
+        Args:
+            slot: >= 0, not occupied.
+            signs: parameter name -> packed delta; any device, moved to the model's.
+            raw: parameter name -> whole tensor, cast to the parameter's dtype.
+            own: names that the variant stores apart though the base ties them; bits of a tied name
+                act on every owner that is not in here.
+            tied: name -> the name it is the same parameter as, which the base must agree with.
+
+        Raises:
+            ServingError: a tensor has no place that acts per token; the model is left as it was.
+        """
+        if slot in self._occupied or slot < 0:
+            raise ValueError(f"slot {slot} is occupied or negative; free it first")
+        own = frozenset(self._full_name(name) for name in own)
+        for name, source in (tied or {}).items():
+            target = self._parameters.get(self._full_name(name))
+            if target is None or target is not self._parameters.get(self._full_name(source or "")):
+                raise ServingError(
+                    f"tensor {name!r}: the variant ties it to {source!r}, the base does not; "
+                    "serve the restored model instead"
+                )
+        plan: dict[str, Entry] = {}
+        for name, sign in signs.items():
+            for module_name, _ in self._places(name, own, self._check_sign, sign):
+                plan.setdefault(module_name, Entry()).sign = self._on_device(sign)
+        for name, tensor in raw.items():
+            for module_name, local in self._places(name, own, self._check_raw, tensor):
+                like = self._parameters[_join(module_name, local)]
+                moved = tensor.to(device=like.device, dtype=like.dtype)
+                plan.setdefault(module_name, Entry()).raw[local] = moved
+        self._build_clones(plan)
+        if any(p.is_cuda for p in self._parameters.values()):
+            # The copies above must have landed before any batch names the slot.
+            torch.cuda.synchronize()
+        for module_name, entry in plan.items():
+            self._patch(module_name).slots[slot] = entry
+        self._occupied.add(slot)
+
+    def free(self, slot: int) -> None:
+        """Empties a slot that no batch names any more."""
+        if slot not in self._occupied:
+            raise ValueError(f"slot {slot} is empty")
+        self._occupied.discard(slot)
+        for patch in self._patches.values():
+            patch.slots.pop(slot, None)
+
+    def close(self) -> None:
+        """Takes everything out: the model is the plain base again."""
+        for patch in self._patches.values():
+            patch.remove()
+        self._patches.clear()
+        self._occupied.clear()
+        self.batch = None
+
+    def _full_name(self, name: str) -> str:
+        """A checkpoint's name in the model: one saved without its head lacks the body's prefix."""
+        prefix = getattr(self._model, "base_model_prefix", "")
+        return name if name in self._parameters else _join(prefix, name)
+
+    def _places(
+        self,
+        name: str,
+        own: frozenset[str],
+        check: Callable[[str, str, str, Any], None],
+        value: Any,
+    ) -> list[tuple[str, str]]:
+        """The (module name, local name) pairs a variant's tensor acts in, all checked."""
+        found = self._full_name(name)
+        parameter = self._parameters.get(found)
+        if parameter is None:
+            raise ServingError(f"tensor {name!r}: the base model has no such parameter")
+        places = [
+            (module_name, local)
+            for module_name, local in self._owners[id(parameter)]
+            if _join(module_name, local) == found or _join(module_name, local) not in own
+        ]
+        for module_name, local in places:
+            if module_name not in self._axes:
+                kind = type(self._model.get_submodule(module_name)).__name__
+                raise ServingError(
+                    f"tensor {name!r}: its module {module_name!r} ({kind}) does not act on every "
+                    "token alone, so it cannot differ per request; serve the restored model instead"
+                )
+            check(name, module_name, local, value)
+        return places
+
+    def _check_sign(self, name: str, module_name: str, local: str, sign: SignDelta) -> None:
+        module = self._model.get_submodule(module_name)
+        if type(module) is not nn.Linear and not isinstance(module, nn.Embedding):
+            raise ServingError(
+                f"tensor {name!r}: 1-bit deltas act in nn.Linear and nn.Embedding, not in "
+                f"{type(module).__name__}; export it with that tensor excluded"
+            )
+        shape = tuple(self._parameters[_join(module_name, local)].shape)
+        if local != "weight" or shape != (sign.out_features, sign.in_features):
+            stored = (sign.out_features, sign.in_features)
+            raise ServingError(f"tensor {name!r}: stored shape {stored}, the base's is {shape}")
+
+    def _check_raw(self, name: str, module_name: str, local: str, tensor: Tensor) -> None:
+        shape = self._parameters[_join(module_name, local)].shape
+        if shape != tensor.shape:
+            raise ServingError(
+                f"tensor {name!r}: shape {tuple(tensor.shape)}, the base's is {tuple(shape)}; "
+                "a variant with another vocabulary cannot share a batch: serve the restored model instead"
+            )
+
+    def _build_clones(self, plan: dict[str, Entry]) -> None:
+        for module_name, entry in plan.items():
+            module = self._model.get_submodule(module_name)
+            bias_is_enough = type(module) is nn.Linear and "weight" not in entry.raw
+            if entry.raw and not bias_is_enough:
+                entry.clone = with_parameters(module, entry.raw)
+
+    def _on_device(self, sign: SignDelta) -> SignDelta:
+        device = next(iter(self._parameters.values())).device
+        return SignDelta(sign.signs.to(device), sign.scale.to(device), sign.in_features)
+
+    def _patch(self, module_name: str) -> Patch:
+        patch = self._patches.get(module_name)
+        if patch is None:
+            module = self._model.get_submodule(module_name)
+            kind = Patch
+            if type(module) is nn.Linear:
+                kind = LinearPatch
+            elif isinstance(module, nn.Embedding):
+                kind = EmbeddingPatch
+            patch = self._patches[module_name] = kind(
+                self, module, self._axes[module_name], is_head=module is self._head
+            )
+            patch.install()
+        return patch
+
+
+def _join(module_name: str, local: str) -> str:
+    return f"{module_name}.{local}" if module_name else local

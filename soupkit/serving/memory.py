@@ -1,0 +1,71 @@
+"""How the memory beside the base is shared: bits of variants, key-value cache, masks.
+
+Key-value bytes per token = 2 * layers * kv_heads * head_dim * element size. Without a flash kernel
+each batch also keeps a mask of [batch_tokens, kv_tokens + batch_tokens] elements, so a token of
+cache costs batch_tokens mask elements more, and its keys and values are read back once, expanded to
+all heads.
+"""
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# One batch's tokens: long prompts are cut into pieces of this size so that they do not stall
+# others.
+BATCH_TOKENS = {"cpu": 256, "cuda": 2048}
+# Nothing is gained by a cache beyond this many tokens on a CPU, where attention reads all of it as
+# one.
+CPU_KV_TOKENS = 32768
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlan:
+    """Sizes of the engine's static buffers, in tokens."""
+
+    kv_tokens: int
+    batch_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.kv_tokens < 16 or self.batch_tokens < 1:
+            raise ValueError(
+                f"kv_tokens={self.kv_tokens}, batch_tokens={self.batch_tokens}: needs at least 16 "
+                "and 1; free memory or lower cache_bytes"
+            )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free now on a device; on Linux CPUs what the kernel says is available."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def default_cache_bytes(device: torch.device, family_bytes: int) -> int:
+    """All variants if they fit in half of what is free, else half of what is free."""
+    return max(1, min(2 * family_bytes, free_bytes(device) // 2))
+
+
+def plan_kv(model: Any, *, max_running: int, cache_bytes: int) -> KVPlan:
+    """Sizes the key-value cache for a loaded model, leaving room for `cache_bytes` of variants."""
+    config, device = model.config.get_text_config(), model.device
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    batch_tokens = BATCH_TOKENS.get(device.type, BATCH_TOKENS["cpu"])
+    stored = 2 * config.num_hidden_layers * kv_heads * head_dim
+    per_token = model.dtype.itemsize * (stored + batch_tokens + 2 * heads * head_dim) + 16
+    context = getattr(config, "max_position_embeddings", 0) or 2048
+    wanted = max_running * context
+    if device.type != "cuda":
+        wanted = min(wanted, max(CPU_KV_TOKENS, context))
+    # A fifth stays free for activations and logits.
+    room = (free_bytes(device) - cache_bytes) * 4 // 5
+    return KVPlan(min(wanted, room // per_token), batch_tokens)

@@ -1,0 +1,244 @@
+"""Request, response and error bodies in OpenAI's shapes; no HTTP and no engine here.
+
+A field that is not supported is refused by name unless it says what happens anyway; an unknown
+field is refused too. Beyond OpenAI's own: `top_k` and `ignore_eos`, as vLLM and others name them.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from .sampling import MAX_LOGPROBS, Sampling
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+
+TokenIds = list[Annotated[int, Field(ge=0)]]
+Stop = str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None
+
+
+class ApiError(Exception):
+    """An error the client is told, with its HTTP status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_seconds: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.retry_seconds = status, param, code, retry_seconds
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
+        message = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": message}
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+
+
+class _Request(BaseModel):
+    """What both kinds of completion share."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stop = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+    user: str | None = None  # a label of the caller's; it never changed an answer
+    # Fields of OpenAI's that this server has no answer for; only the value that asks for nothing
+    # passes.
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, choice: int) -> Sampling:
+        """Settings of one choice; with a seed, each choice has its own numbers."""
+        return Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(0, self.top_k or 0),
+            seed=None if self.seed is None else self.seed + choice,
+            logprobs=self.num_logprobs,
+        )
+
+    @property
+    def num_logprobs(self) -> int | None:
+        raise NotImplementedError
+
+    def refuse_unsupported(self) -> None:
+        """Raises ApiError naming the first field that asks for what this server does not do."""
+        neutral: dict[str, tuple[Any, ...]] = {
+            "frequency_penalty": (None, 0.0),
+            "presence_penalty": (None, 0.0),
+            "logit_bias": (None, {}),
+            **self.neutral_values(),
+        }
+        for name, allowed in neutral.items():
+            if getattr(self, name) not in allowed:
+                raise ApiError(
+                    400, f"{name} is not supported by this server; leave it out", param=name
+                )
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream=true", param="stream_options")
+        if any(not stop for stop in self.stops):
+            raise ApiError(400, "stop: an empty string would stop at once", param="stop")
+
+    def neutral_values(self) -> dict[str, tuple[Any, ...]]:
+        """Field -> the values of it that ask for nothing."""
+        raise NotImplementedError
+
+
+class CompletionRequest(_Request):
+    prompt: str | list[str] | TokenIds | list[TokenIds]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry a prompt, text or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]  # pydantic has checked
+        return list(self.prompt)  # type: ignore[arg-type]  # likewise
+
+    def neutral_values(self) -> dict[str, tuple[Any, ...]]:
+        return {"suffix": (None, ""), "best_of": (None, self.num_choices)}
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def as_template_input(self) -> dict[str, str]:
+        """The message as chat templates know it."""
+        text = self.content
+        plain = text if isinstance(text, str) else "".join(part.text for part in text)
+        named = {"name": self.name} if self.name is not None else {}
+        return {"role": self.role, "content": plain, **named}
+
+
+class ChatRequest(_Request):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    response_format: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    reasoning_effort: str | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def token_limit(self) -> int | None:
+        chosen = self.max_completion_tokens
+        return self.max_tokens if chosen is None else chosen
+
+    def neutral_values(self) -> dict[str, tuple[Any, ...]]:
+        return {
+            "tools": (None, []),
+            "tool_choice": (None, "none"),
+            "parallel_tool_calls": (None, False),
+            "functions": (None, []),
+            "function_call": (None, "none"),
+            "response_format": (None, {"type": "text"}),
+            "modalities": (None, ["text"]),
+            "reasoning_effort": (None,),
+        }
+
+    def refuse_unsupported(self) -> None:
+        _Request.refuse_unsupported(self)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+
+
+def field_error(errors: list[dict[str, Any]]) -> ApiError:
+    """The 400 for what pydantic found wrong with a body, naming the first field."""
+    first = errors[0]
+    path = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', '')}")
+    name = path[0] if path else None
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{'.'.join(path)}: this server knows no such field", param=name)
+    return ApiError(400, f"{'.'.join(path) or 'body'}: {first['msg']}", param=name)
+
+
+def model_list(names: list[str], *, created: int) -> dict[str, Any]:
+    """The body of /v1/models; the base's own name comes first."""
+    base = names[0]
+    data = [
+        {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "soupkit",
+            "root": base,
+            "parent": None if name == base else base,
+        }
+        for name in names
+    ]
+    return {"object": "list", "data": data}
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }

@@ -1,0 +1,164 @@
+"""Checked request bodies -> generations that are ready to submit: prompts to tokens, limits,
+settings.
+"""
+
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from soupkit.bundle import VariantRef
+from soupkit.errors import SoupkitError
+
+from .answers import Answer, Choice
+from .openai import MAX_CHOICES, ApiError, ChatRequest, CompletionRequest
+from .router import BASE_DIGEST
+from .service import Generation, Service
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+async def completion_answer(service: Service, body: CompletionRequest) -> Answer:
+    """The answer to a text completion, not yet submitted. Raises ApiError."""
+    body.refuse_unsupported()
+    ref, text = await _model(service, body.model)
+    prompts = body.prompts
+    if not prompts:
+        raise ApiError(400, "prompt: the list is empty; give at least one prompt", param="prompt")
+    if len(prompts) * body.num_choices > MAX_CHOICES:
+        raise ApiError(
+            400,
+            f"prompt: {len(prompts)} x n={body.num_choices}, at most {MAX_CHOICES}",
+            param="prompt",
+        )
+    if body.max_tokens == 0 and not body.echo:
+        raise ApiError(400, "max_tokens: 0 needs echo=true; use at least 1", param="max_tokens")
+    choices: list[Choice] = []
+    prompt_tokens = 0
+    for prompt in prompts:
+        tokens = _encode(text.tokenizer, prompt) if isinstance(prompt, str) else prompt
+        _check_tokens(service, tokens, text.tokenizer, param="prompt")
+        prompt_tokens += len(tokens)
+        limit = _token_limit(
+            service,
+            len(tokens),
+            body.max_tokens,
+            default=DEFAULT_COMPLETION_TOKENS,
+            param="max_tokens",
+        )
+        echo = None
+        if body.echo:
+            echo = prompt if isinstance(prompt, str) else text.tokenizer.decode(prompt)
+        for number in range(body.num_choices):
+            generation = Generation(
+                digest=BASE_DIGEST if ref is None else ref.digest,
+                model=body.model,
+                tokens=tuple(tokens),
+                max_tokens=limit,
+                sampling=body.sampling(number),
+                stop_tokens=frozenset() if body.ignore_eos else text.stop_tokens,
+                score_prompt=bool(body.echo) and body.logprobs is not None,
+            )
+            choices.append(
+                Choice(
+                    len(choices),
+                    generation,
+                    text.tokenizer,
+                    body.stops,
+                    body.logprobs is not None,
+                    echo,
+                )
+            )
+    return Answer("text_completion", body.model, choices, prompt_tokens)
+
+
+async def chat_answer(service: Service, body: ChatRequest) -> Answer:
+    """The answer to a chat completion, not yet submitted. Raises ApiError."""
+    body.refuse_unsupported()
+    ref, text = await _model(service, body.model)
+    tokens = _render(text.tokenizer, body)
+    _check_tokens(service, tokens, text.tokenizer, param="messages")
+    param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    limit = _token_limit(
+        service, len(tokens), body.token_limit, default=service.engine.max_context, param=param
+    )
+    choices = []
+    for number in range(body.num_choices):
+        generation = Generation(
+            digest=BASE_DIGEST if ref is None else ref.digest,
+            model=body.model,
+            tokens=tuple(tokens),
+            max_tokens=limit,
+            sampling=body.sampling(number),
+            stop_tokens=frozenset() if body.ignore_eos else text.stop_tokens,
+            score_prompt=False,
+        )
+        choices.append(Choice(number, generation, text.tokenizer, body.stops, bool(body.logprobs)))
+    return Answer("chat.completion", body.model, choices, len(tokens))
+
+
+async def _model(service: Service, name: str) -> tuple[VariantRef | None, Any]:
+    try:
+        ref = service.resolve(name)
+    except KeyError:
+        message = f"the model {name!r} does not exist; there are {', '.join(service.names())}"
+        raise ApiError(404, message, param="model", code="model_not_found") from None
+    try:
+        return ref, await service.text_of(ref)
+    except (SoupkitError, OSError, ValueError) as error:
+        message = f"variant {name!r} cannot be served: {error}"
+        raise ApiError(503, message, code="variant_unavailable") from error
+
+
+def _encode(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
+def _render(tokenizer: Any, body: ChatRequest) -> list[int]:
+    if tokenizer.chat_template is None:
+        raise ApiError(
+            400,
+            f"the model {body.model!r} has no chat template; use /v1/completions",
+            param="messages",
+        )
+    messages = [message.as_template_input() for message in body.messages]
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:
+        raise ApiError(
+            400, f"messages: the chat template refuses them: {error}", param="messages"
+        ) from error
+    # The template writes its special tokens itself.
+    return _encode(tokenizer, text, special=False)
+
+
+def _check_tokens(service: Service, tokens: list[int], tokenizer: Any, *, param: str) -> None:
+    engine = service.engine
+    if not tokens:
+        raise ApiError(400, f"{param}: no tokens; give at least one", param=param)
+    bad = max(tokens)
+    if bad >= engine.vocab_size:
+        raise ApiError(
+            400, f"{param}: token id {bad}, the vocabulary has {engine.vocab_size}", param=param
+        )
+    if len(tokens) >= engine.max_context:
+        raise ApiError(
+            400,
+            f"{param}: {len(tokens)} tokens; the limit is {engine.max_context} for prompt and answer",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def _token_limit(
+    service: Service, used: int, asked: int | None, *, default: int, param: str
+) -> int:
+    context: int = service.engine.max_context
+    room = context - used
+    if asked is not None and asked > room:
+        raise ApiError(
+            400,
+            f"{param}={asked} and {used} prompt tokens are more than the limit of {context}",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return min(room, default if asked is None else asked)

@@ -1,0 +1,361 @@
+"""Between HTTP and the engine: runs what the router decides, on the event loop and a few threads.
+
+Threads: the event loop owns router and cache; loader threads read and check bundles; one installer
+thread moves them into slots and out again, in the order the router decided; one scorer thread
+computes prompt log-probabilities; the engine has its own.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from soupkit.bundle import LoadedVariant, VariantRef, open_variant
+from soupkit.checkpoint import Checkpoint
+from soupkit.errors import ServingError, SoupkitError
+
+from .cache import DeltaCache, Evicted
+from .catalog import Catalog, check_config, with_companions
+from .jobs import End, Job
+from .metrics import Metrics
+from .patches import BASE_SLOT
+from .router import BASE_DIGEST, Limits, Phase, Router, Ticket
+from .sampling import Sampling, Token
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Log-probabilities of the prompt, before any generated token."""
+
+    tokens: list[Token]
+
+
+Event = Token | Scored | End | ServingError
+
+
+@dataclass(slots=True, eq=False)
+class Generation(Ticket):
+    """One sequence on its way through the server; its events end with End or an error."""
+
+    model: str
+    tokens: tuple[int, ...]
+    max_tokens: int  # 0: nothing but the prompt's log-probabilities
+    sampling: Sampling
+    stop_tokens: frozenset[int]
+    score_prompt: bool
+    events: "asyncio.Queue[Event]" = field(default_factory=asyncio.Queue)
+    created: float = field(default_factory=time.monotonic)
+    job: str | None = None
+    slot: int = BASE_SLOT
+    started: bool = False
+    cancelled: bool = False
+    over: bool = False
+    first_token: bool = True
+
+
+class Service:
+    """Serves a family; every method runs on the event loop it was started on. A Driver of the
+    router.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        base: Checkpoint,
+        engine: Any,
+        *,
+        read_text: Callable[..., Any],
+        base_name: str,
+        cache_bytes: int,
+        limits: Limits,
+        pin: tuple[str, ...] = (),
+    ) -> None:
+        self.catalog, self.engine, self.base_name = catalog, engine, base_name
+        self.metrics = Metrics()
+        self.router = Router(DeltaCache(cache_bytes), self, clock=time.monotonic, limits=limits)
+        self.draining = False
+        self.text = read_text(base.path)  # of the base
+        self._base, self._read_text, self._pin = base, read_text, pin
+        self._texts: dict[tuple[str, str], Any] = {}
+        self._refs: dict[str, VariantRef] = {}  # digest -> a variant that has it
+        self._loaded: dict[str, LoadedVariant] = {}  # between load and install
+        self._began: dict[str, float] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        self._loaders = ThreadPoolExecutor(limits.max_loads, "soupkit-load")
+        self._installer = ThreadPoolExecutor(1, "soupkit-install")
+        self._scorer = ThreadPoolExecutor(1, "soupkit-score")
+        unknown = [name for name in pin if name not in catalog.variants]
+        if unknown:
+            raise ServingError(
+                f"--pin {unknown[0]}: the family has {', '.join(catalog.variants) or 'none'}"
+            )
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.engine.start()
+        self._follow_family()
+        self._ticker = asyncio.create_task(self._tick())
+
+    async def stop(self) -> None:
+        """Ends everything; open requests get an error."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticker
+        await asyncio.to_thread(self.engine.close)
+        for pool in (self._loaders, self._installer, self._scorer):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.engine.alive) and not self.draining
+
+    def names(self) -> list[str]:
+        """Model ids, the base's own first."""
+        self._refresh()
+        return [self.base_name, *(n for n in self.catalog.variants if n != self.base_name)]
+
+    def resolve(self, model: str) -> VariantRef | None:
+        """The variant of a model id, None for the base. Raises KeyError for an unknown id."""
+        self._refresh()
+        if model in (self.base_name, BASE_DIGEST):
+            return None
+        return self.catalog.variants[model]
+
+    def render_metrics(self) -> bytes:
+        """The Prometheus page, gauges as they are now."""
+        metrics, cache = self.metrics, self.router.cache
+        metrics.resident.clear()
+        for name, ref in self.catalog.variants.items():
+            held = cache.num_bytes(ref.digest) if ref.digest in cache else 0
+            metrics.resident.labels(name).set(held)
+        metrics.used_bytes.set(cache.used_bytes)
+        metrics.budget_bytes.set(cache.budget_bytes)
+        metrics.waiting.set(self.router.num_waiting)
+        metrics.running.set(self.router.num_running)
+        metrics.ready.set(self.ready)
+        return metrics.render()
+
+    async def text_of(self, ref: VariantRef | None) -> Any:
+        """Tokenizer and stop tokens of a model. Raises SoupkitError where the variant cannot be
+        read.
+        """
+        if ref is None:
+            return self.text
+        key = (ref.path, ref.digest)
+        if key not in self._texts:
+            found = await asyncio.get_running_loop().run_in_executor(
+                self._loaders, partial(self._read_variant_text, ref)
+            )
+            live = {(r.path, r.digest) for r in self.catalog.variants.values()}
+            self._texts = {k: v for k, v in self._texts.items() if k in live} | {key: found}
+        return self._texts[key]
+
+    def submit(self, generations: list[Generation]) -> None:
+        """Starts requests, all or none. Raises QueueFull, VariantUnavailable, ServingError."""
+        if not self.ready:
+            raise ServingError(
+                "the server is stopping" if self.draining else "the engine has stopped"
+            )
+        resident = [self.router.phase(g.digest) is Phase.RESIDENT for g in generations]
+        self.router.submit(list(generations))
+        for generation, hit in zip(generations, resident, strict=True):
+            self.metrics.requests.labels(self._label(generation)).inc()
+            self.metrics.prompt_tokens.labels(self._label(generation)).inc(len(generation.tokens))
+            if generation.digest != BASE_DIGEST:
+                (self.metrics.hits if hit else self.metrics.misses).inc()
+
+    def cancel(self, generation: Generation) -> None:
+        """The client is gone: nothing more is computed for it."""
+        if generation.over or generation.cancelled:
+            return
+        generation.cancelled = True
+        if self.router.cancel(generation):
+            generation.over = True
+        elif generation.job is not None:
+            self.engine.cancel(generation.job)
+
+    # The router's Driver. It must not call back, so results come through the event loop.
+
+    def load(self, digest: str) -> None:
+        self._began[digest] = time.monotonic()
+        ref = self._refs[digest]
+        self._run(self._loaders, partial(self.catalog.load, ref), partial(self._after_load, digest))
+
+    def install(self, digest: str, slot: int, evicted: list[Evicted]) -> None:
+        loaded = self._loaded.pop(digest)
+        self.metrics.evictions.inc(len(evicted))
+
+        def work() -> None:
+            for gone in evicted:
+                self.engine.free(gone.slot)
+            self.engine.load(slot, loaded)
+
+        self._run(self._installer, work, partial(self._after_install, digest))
+
+    def evict(self, evicted: Evicted) -> None:
+        self.metrics.evictions.inc()
+        self._run(self._installer, partial(self.engine.free, evicted.slot), self._after_evict)
+
+    def run(self, ticket: Ticket, slot: int | None) -> None:
+        assert isinstance(ticket, Generation)
+        ticket.started, ticket.slot = True, BASE_SLOT if slot is None else slot
+        if ticket.score_prompt:
+            num_top = ticket.sampling.logprobs or 0
+            work = partial(self.engine.score, ticket.tokens, ticket.slot, num_top=num_top)
+            self._run(self._scorer, work, partial(self._after_score, ticket))
+        else:
+            self._the_loop.call_soon(self._begin, ticket)
+
+    def fail(self, ticket: Ticket, error: ServingError) -> None:
+        assert isinstance(ticket, Generation)
+        ticket.over = True
+        ticket.events.put_nowait(error)
+
+    def _begin(self, generation: Generation) -> None:
+        if generation.cancelled:
+            return self._end(generation, End("cancelled"))
+        if generation.max_tokens == 0:
+            return self._end(generation, End("length"))
+        job = Job(
+            generation.tokens,
+            generation.slot,
+            generation.max_tokens,
+            generation.stop_tokens,
+            generation.sampling,
+        )
+        try:
+            generation.job = self.engine.submit(job, partial(self._deliver, generation))
+        except (ServingError, ValueError) as error:
+            self._end(generation, ServingError(str(error)))
+
+    def _deliver(self, generation: Generation, event: Token | End) -> None:
+        """On the engine's thread."""
+        # A closed loop has nobody left to tell.
+        with contextlib.suppress(RuntimeError):
+            self._the_loop.call_soon_threadsafe(self._on_event, generation, event)
+
+    def _on_event(self, generation: Generation, event: Token | End) -> None:
+        if isinstance(event, End):
+            return self._end(generation, event)
+        label = self._label(generation)
+        self.metrics.tokens.labels(label).inc()
+        if generation.first_token:
+            generation.first_token = False
+            self.metrics.first_token_seconds.labels(label).observe(
+                time.monotonic() - generation.created
+            )
+        generation.events.put_nowait(event)
+
+    def _end(self, generation: Generation, event: End | ServingError) -> None:
+        if not generation.over:
+            generation.over = True
+            generation.events.put_nowait(event)
+            self.router.finished(generation)
+
+    def _after_score(self, generation: Generation, scored: "asyncio.Future[list[Token]]") -> None:
+        error = scored.exception()
+        if error is not None:
+            return self._end(generation, ServingError(_reason(error)))
+        generation.events.put_nowait(Scored(scored.result()))
+        self._begin(generation)
+
+    def _after_load(self, digest: str, loaded: "asyncio.Future[LoadedVariant]") -> None:
+        error = loaded.exception()
+        if error is not None:
+            self._began.pop(digest, None)
+            self._load_failed(digest, error)
+            return
+        self._loaded[digest] = loaded.result()
+        self.router.loaded(digest, loaded.result().nbytes)
+        if self.router.phase(digest) is Phase.FAILED:
+            self._loaded.pop(digest, None)
+
+    def _after_install(self, digest: str, installed: "asyncio.Future[None]") -> None:
+        seconds = time.monotonic() - self._began.pop(digest)
+        error = installed.exception()
+        if error is not None:
+            self._load_failed(digest, error)
+            return
+        self.metrics.loads.inc()
+        self.metrics.load_seconds.observe(seconds)
+        self.router.installed(digest)
+
+    def _after_evict(self, evicted: "asyncio.Future[None]") -> None:
+        error = evicted.exception()
+        if error is not None:
+            logger.error("a slot could not be emptied: %s", error, exc_info=error)
+
+    def _load_failed(self, digest: str, error: BaseException) -> None:
+        self.metrics.load_failures.inc()
+        name = self._refs[digest].name
+        reason = _reason(error)
+        logger.warning("variant %r cannot be loaded: %s", name, reason)
+        self.router.load_failed(digest, f"variant {name!r} cannot be loaded: {reason}")
+
+    def _run(
+        self,
+        pool: ThreadPoolExecutor,
+        work: Callable[[], Any],
+        after: "Callable[[asyncio.Future[Any]], None]",
+    ) -> None:
+        def done(future: "asyncio.Future[Any]") -> None:
+            if not future.cancelled():
+                after(future)
+
+        self._the_loop.run_in_executor(pool, work).add_done_callback(done)
+
+    def _read_variant_text(self, ref: VariantRef) -> Any:
+        folder = self.catalog.family.folder(ref.name)
+        if not open_variant(folder).manifest.companions:
+            return self.text
+        found = with_companions(self._base, folder, self._read_text)
+        check_config(found.config, self.text.config, name=ref.name)
+        return found
+
+    def _refresh(self) -> None:
+        if self.catalog.refresh():
+            self._follow_family()
+
+    def _follow_family(self) -> None:
+        variants = self.catalog.variants
+        # Digests that left stay known by their last name, for the messages of loads still under
+        # way.
+        self._refs |= {ref.digest: ref for ref in variants.values()}
+        pinned = {variants[name].digest for name in self._pin if name in variants}
+        self.router.set_family((ref.digest for ref in variants.values()), pinned)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self._refresh()
+            self.router.tick()
+
+    def _label(self, generation: Generation) -> str:
+        """A model id as a metric label: only names of the family, so that labels stay few."""
+        return self.base_name if generation.digest == BASE_DIGEST else generation.model
+
+    @property
+    def _the_loop(self) -> asyncio.AbstractEventLoop:
+        assert self._loop is not None, "start the service first"
+        return self._loop
+
+
+def _reason(error: BaseException) -> str:
+    """What a client is told; faults of ours go to the log with their trace and to clients by type
+    only.
+    """
+    if isinstance(error, SoupkitError):
+        return str(error)
+    logger.error("unexpected", exc_info=error)
+    return f"internal error ({type(error).__name__})"
