@@ -127,6 +127,12 @@ class Soup:
             raise ValueError(
                 'metric= is for gate="none"; with gate="metric" evaluate= scores the weights'
             )
+        if metric is not None and not self.config.feed_back:
+            raise ValueError(
+                'metric= has no use with gate="none" and feed_back=False: the side soup is always '
+                "the "
+                "last merge; leave metric= out"
+            )
         accelerator = self._accelerator
         if accelerator is not None and (
             not accelerator.sync_gradients or accelerator.optimizer_step_was_skipped

@@ -1,9 +1,9 @@
 """Which weights stay and which are the partner of the next merge: decisions only, no tensors.
 
-    with a gate       a merge stays if it scores at least as well as the weights before it; the weights
-                      that stay become the partner if they beat the best so far
-    without a gate    a merge stays; the metric of the caller's evaluations chooses the partner; while
-                      there is none, the partner is the last merge point
+    with a gate       a merge stays if it scores at least as well as the weights before it; what
+                      stays becomes the partner if it beats the best so far
+    without a gate    a merge stays; the metric of the caller's evaluations chooses the
+                      partner; while there is none, the partner is the last merge point
     no feeding back   the side soup is the partner: the best of it, the merge and the run (with a
                       gate), or the last merge (without)
 

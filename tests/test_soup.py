@@ -1,0 +1,429 @@
+"""Soup in a plain loop: when it merges, with whom, what stays, and that nothing else is touched."""
+
+import json
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from soupkit import ExportConfig, SoupConfig
+from soupkit.bundle import open_variant
+from soupkit.checkpoint import open_checkpoint
+from soupkit.errors import TrainingError
+from soupkit.family import open_family
+from soupkit.training import MergeReport, Soup
+from soupkit.training.guards import held_interrupts
+from soupkit.verify import verify_family
+from tests.soup_runs import (
+    assert_equal_weights,
+    load,
+    optimizer_state,
+    random_states,
+    reference_merge,
+    rows,
+    saved_base,
+    weights_of,
+)
+
+UNGATED = {"gate": "none", "rank": 2}
+
+
+class Loop:
+    """A plain PyTorch loop over one tiny Llama with a Soup in it."""
+
+    def __init__(
+        self, tmp_path, config, *, evaluate=None, name="run", dtype=torch.float32, **kwargs
+    ):
+        base = tmp_path / "base"
+        if not base.exists():
+            saved_base(base)
+        self.base = base
+        self.folder = tmp_path / name
+        self.model = kwargs.pop("model", None) or load(base, dtype=dtype)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.batches = [torch.tensor([row["input_ids"]]) for row in rows(64, seed=1)]
+        self.done = 0
+        self.soup = Soup(
+            self.model,
+            optimizer=self.optimizer,
+            config=config,
+            evaluate=evaluate,
+            output_dir=self.folder,
+            **kwargs,
+        )
+
+    def train(self) -> None:
+        """One optimizer step, without the soup's."""
+        batch = self.batches[self.done % len(self.batches)]
+        self.model(input_ids=batch, labels=batch).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.done += 1
+
+    def steps(self, count: int, **kwargs) -> list[MergeReport | None]:
+        found = []
+        for _ in range(count):
+            self.train()
+            found.append(self.soup.step(**kwargs))
+        return found
+
+    def state(self) -> dict:
+        return json.loads(sorted((self.folder / "soup").glob("state-*.json"))[-1].read_text())
+
+
+@pytest.mark.parametrize("weight", [0.5, 0.3])
+def test_a_merge_is_the_documented_rule(tmp_path, weight):
+    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=2, weight=weight, **UNGATED))
+    assert loop.steps(2) == [None, None]
+    partner = weights_of(loop.model)
+    loop.steps(1)
+    loop.train()
+    current = weights_of(loop.model)
+    report = loop.soup.step()
+    assert report is not None
+    assert (report.step, report.partner_step, report.accepted) == (4, 2, True)
+    base = open_checkpoint(loop.base)
+    worst = 0.0
+    for name in base.names:
+        expected = reference_merge(
+            base.tensor(name), current[name], partner[name], rank=2, weight=weight
+        )
+        worst = max(worst, float(np.abs(weights_of(loop.model)[name].numpy() - expected).max()))
+    print(f"largest deviation from float64: {worst:.1e}")
+    assert worst < 2e-6
+    # Tied embeddings are one parameter, merged once, and still tied.
+    assert loop.model.lm_head.weight is loop.model.model.embed_tokens.weight
+    assert [m.name for m in report.matrices] == list(base.names)
+    assert 0 < report.kept_energy < 1
+    assert -1 <= report.cosine <= 1
+    assert report.delta_norm_after < report.delta_norm_before * 1.01
+    json.dumps(report.to_json(), allow_nan=False)
+
+
+def test_the_first_merge_point_only_captures(tmp_path):
+    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=3, **UNGATED))
+    loop.steps(2)
+    loop.train()
+    before, moments = weights_of(loop.model), optimizer_state(loop.optimizer)
+    assert loop.soup.step() is None
+    assert_equal_weights(before, weights_of(loop.model))
+    assert all(map(torch.equal, moments, optimizer_state(loop.optimizer)))
+    assert loop.state()["partner"] == {"step": 3, "score": None}
+
+
+def test_merge_points_are_every_n_steps_after_start_and_until_stop(tmp_path):
+    config = SoupConfig(merge_every_n_steps=2, start_after_step=3, stop_after_step=8, **UNGATED)
+    loop = Loop(tmp_path, config)
+    reports = loop.steps(12)
+    # 4 captures, 6 and 8 merge; 2 is before the start and 10 after the stop.
+    assert [report.step for report in reports if report] == [6, 8]
+
+
+def test_a_refused_merge_is_undone_bit_for_bit(tmp_path):
+    scores = iter([3.0, 2.0, 2.5])
+    loop = Loop(
+        tmp_path,
+        SoupConfig(merge_every_n_steps=2, rank=1),
+        evaluate=lambda: next(scores),
+        dtype=torch.bfloat16,
+    )
+    loop.steps(3)
+    loop.train()
+    before, moments = weights_of(loop.model), optimizer_state(loop.optimizer)
+    report = loop.soup.step()
+    assert not report.accepted
+    assert (report.metric_current, report.metric_merged) == (2.0, 2.5)
+    assert_equal_weights(before, weights_of(loop.model))
+    assert all(map(torch.equal, moments, optimizer_state(loop.optimizer)))
+    # What the run goes on with beats the partner's 3.0, so it is the new one.
+    assert loop.state()["partner"] == {"step": 4, "score": 2.0}
+    assert not (loop.folder / "soup" / "undo").exists()
+
+
+@pytest.mark.parametrize(
+    ("current", "merged", "accepted"),
+    [
+        (2.0, 2.0, True),
+        (2.0, 1.0, True),
+        (2.0, 3.0, False),
+        (2.0, float("nan"), False),
+        (2.0, float("-inf"), False),
+        (float("nan"), 5.0, True),
+        (float("nan"), float("nan"), False),
+    ],
+)
+def test_a_merge_stays_iff_it_scores_at_least_as_well(tmp_path, current, merged, accepted):
+    scores = iter([3.0, current, merged])
+    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=1, rank=2), evaluate=lambda: next(scores))
+    loop.steps(1)
+    loop.train()
+    before = weights_of(loop.model)
+    report = loop.soup.step()
+    assert report.accepted is accepted
+    changed = any(not torch.equal(v, before[n]) for n, v in weights_of(loop.model).items())
+    assert changed is accepted
+    json.dumps(report.to_json(), allow_nan=False)
+
+
+def test_greater_is_better_turns_the_gate_around(tmp_path):
+    scores = iter([0.5, 0.4, 0.6])
+    config = SoupConfig(merge_every_n_steps=1, rank=2, greater_is_better=True)
+    loop = Loop(tmp_path, config, evaluate=lambda: next(scores))
+    assert loop.steps(2)[1].accepted
+    assert loop.state()["partner"] == {"step": 2, "score": 0.6}
+
+
+def test_the_partner_is_the_best_so_far(tmp_path):
+    # Scores of: capture at 1; current, merged at 2, at 3, at 4.
+    scores = iter([1.0, 2.0, 1.5, 0.5, 0.9, 0.7, 0.6])
+    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=1, rank=2), evaluate=lambda: next(scores))
+    reports = loop.steps(4)
+    # At 2 the accepted merge scores 1.5 and does not beat step 1; at 3 the refused one leaves 0.5.
+    assert [report.partner_step for report in reports[1:]] == [1, 1, 3]
+    assert [report.accepted for report in reports[1:]] == [True, False, True]
+    assert loop.state()["partner"] == {"step": 3, "score": 0.5}
+
+
+def test_without_a_gate_metrics_choose_the_partner(tmp_path):
+    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=4, **UNGATED))
+    for metric in (0.9, 0.4, float("nan"), 0.7):
+        loop.steps(1, metric=metric)
+    # Step 2 was the best when step 4 merged, and stays it.
+    assert loop.soup.reports[0].partner_step == 2
+    assert loop.state()["partner"] == {"step": 2, "score": 0.4}
+    loop.steps(3)
+    loop.train()
+    before = weights_of(loop.model)
+    assert loop.soup.step(metric=0.1) is not None
+    # The metric was of the weights before the merge, so these are captured.
+    from soupkit.training.state import Snapshot
+
+    captured = Snapshot(loop.folder / "soup" / "partner-00000008.safetensors")
+    for name in captured.names:
+        assert torch.equal(captured.tensor(name), before[name])
+
+
+def test_without_gate_and_metric_the_last_merge_point_is_the_partner(tmp_path):
+    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=2, **UNGATED))
+    reports = [report for report in loop.steps(8) if report]
+    assert [report.partner_step for report in reports] == [2, 4, 6]
+
+
+def test_a_side_soup_leaves_the_run_as_it_would_be_without(tmp_path):
+    plain = Loop(tmp_path, SoupConfig(merge_every_n_steps=100, **UNGATED), name="plain")
+    plain.steps(6)
+    side = Loop(
+        tmp_path, SoupConfig(merge_every_n_steps=2, feed_back=False, **UNGATED), name="side"
+    )
+    side.steps(6)
+    assert_equal_weights(weights_of(plain.model), weights_of(side.model))
+    side.soup.finish(export=ExportConfig(family=tmp_path / "family", name="side"))
+    variant = open_variant(open_family(tmp_path / "family").path / "variants" / "side").load()
+    from soupkit.training.state import Snapshot
+
+    soup = Snapshot(side.folder / "soup" / "partner-00000006.safetensors")
+    # Norm vectors are stored whole, so they show which weights were exported.
+    name = "model.norm.weight"
+    assert torch.equal(variant.raw[name], soup.tensor(name))
+    assert not torch.equal(soup.tensor(name), weights_of(side.model)[name])
+
+
+@pytest.mark.parametrize("policy", ["keep", "reset"])
+def test_moments_are_kept_or_start_anew(tmp_path, policy):
+    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=2, optimizer_state=policy, **UNGATED))
+    loop.steps(3)
+    loop.train()
+    before = optimizer_state(loop.optimizer)
+    assert loop.soup.step().accepted
+    after = optimizer_state(loop.optimizer)
+    if policy == "keep":
+        assert all(map(torch.equal, before, after))
+    else:
+        assert not any(value.any() for value in after)
+
+
+def test_generators_and_modes_are_left_as_they_were(tmp_path):
+    def evaluate() -> float:
+        assert not loop.model.training
+        assert not torch.is_grad_enabled()
+        torch.rand(3), np.random.rand(2)
+        return 1.0
+
+    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=1, rank=2), evaluate=evaluate)
+    loop.model.train()
+    loop.model.model.norm.eval()
+    loop.train()
+    for _ in range(2):
+        before = random_states()
+        loop.soup.step()
+        assert random_states() == before
+    assert loop.model.training
+    assert not loop.model.model.norm.training
+
+
+def test_an_interrupt_in_the_middle_of_a_merge_leaves_the_old_weights(tmp_path):
+    calls = []
+
+    def evaluate() -> float:
+        calls.append(1)
+        # The third scoring is of merged weights.
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return 1.0
+
+    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=1, rank=2), evaluate=evaluate)
+    loop.steps(1)
+    loop.train()
+    before, state = weights_of(loop.model), loop.state()
+    with pytest.raises(KeyboardInterrupt):
+        loop.soup.step()
+    assert_equal_weights(before, weights_of(loop.model))
+    assert loop.state() == state
+
+
+def test_held_interrupts_come_after_the_block(tmp_path):
+    done = []
+
+    def block() -> None:
+        with held_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            done.append("block")
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    assert done == ["block"]
+
+
+def test_a_weight_that_is_not_finite_refuses_the_merge_by_name(tmp_path):
+    """TB51: one infinity gives no error in an SVD, only NaN."""
+    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=2, **UNGATED))
+    loop.steps(3)
+    loop.train()
+    with torch.no_grad():
+        loop.model.model.layers[1].mlp.up_proj.weight[2, 3] = float("inf")
+    before = weights_of(loop.model)
+    report = loop.soup.step()
+    assert not report.accepted
+    assert "model.layers.1.mlp.up_proj.weight" in report.reason
+    assert_equal_weights(before, weights_of(loop.model))
+
+
+def test_three_refusals_in_a_row_give_one_line_of_advice(tmp_path, capfd):
+    scores = iter([1.0] + [1.0, 2.0] * 5)
+    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=1, rank=2), evaluate=lambda: next(scores))
+    loop.steps(6)
+    assert capfd.readouterr().err.count("stop_after_step") == 1
+
+
+def test_include_and_exclude_choose_the_parameters(tmp_path):
+    config = SoupConfig(merge_every_n_steps=2, include=("mlp",), exclude=(r"layers\.0",), **UNGATED)
+    model = load(saved_base(tmp_path / "base"))
+    model.model.layers[1].mlp.gate_proj.weight.requires_grad_(False)
+    loop = Loop(tmp_path, config, model=model)
+    loop.steps(3)
+    loop.train()
+    before = weights_of(loop.model)
+    report = loop.soup.step()
+    names = [f"model.layers.1.mlp.{part}_proj.weight" for part in ("down", "up")]
+    assert [matrix.name for matrix in report.matrices] == names
+    changed = [n for n, v in weights_of(loop.model).items() if not torch.equal(v, before[n])]
+    assert sorted(changed) == names
+
+
+class Odd(nn.Module):
+    """No config and no save_pretrained; shapes that are no plain matrices; a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.conv = nn.Conv1d(3, 5, 3)
+        self.experts = nn.Parameter(torch.randn(2, 7, 4))
+        self.empty = nn.Parameter(torch.zeros(0, 5))
+        self.scalar = nn.Parameter(torch.ones(()))
+        self.norm = nn.BatchNorm1d(5)
+        self.wide = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
+
+    def forward(self, x):
+        flat = self.norm(self.conv(x)).mean() * self.scalar + self.wide.sum().float()
+        return (flat + self.experts.square().sum() + self.empty.sum()) ** 2
+
+
+def test_any_module_can_be_merged_and_exported(tmp_path):
+    """TB54, TB55: buffers are not merged; vectors, scalars, empty tensors, convolutions,
+    experts.
+    """
+    model = Odd()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    soup = Soup(
+        model, config=SoupConfig(merge_every_n_steps=2, gate="none", rank=9), output_dir=tmp_path
+    )
+    start, kept = weights_of(model), []
+    for _ in range(4):
+        model(torch.randn(4, 3, 6)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        kept.append(weights_of(model))
+        report = soup.step()
+    assert report.accepted
+    after = weights_of(model)
+    for name, parameter in model.named_parameters():
+        # Rank 9 is more than any of these has: the merge is the plain mean.
+        mean = (kept[1][name].double() + kept[3][name].double()) / 2
+        assert parameter.dtype == start[name].dtype
+        torch.testing.assert_close(after[name].double(), mean, rtol=1e-5, atol=1e-6)
+    assert torch.equal(after["norm.running_mean"], kept[3]["norm.running_mean"])
+    soup.finish(export=ExportConfig(family=tmp_path / "family", name="odd"))
+    assert verify_family(tmp_path / "family") == []
+
+
+def test_arithmetic_is_float32_and_rounds_once(tmp_path):
+    """TB47: arithmetic in bfloat16 rounds each update away; here the error is one rounding."""
+    model = nn.Linear(7, 33, bias=False).to(torch.bfloat16)
+    config = SoupConfig(merge_every_n_steps=1, method="mean", weight=0.3, gate="none")
+    soup = Soup(model, config=config, output_dir=tmp_path)
+    kept = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            model.weight.add_(torch.randn(33, 7).to(torch.bfloat16))
+        kept.append(model.weight.detach().double())
+        soup.step()
+    exact = 0.7 * kept[1] + 0.3 * kept[0]
+    half_spacing = torch.exp2(exact.abs().log2().floor() - 8)
+    error = (model.weight.detach().double() - exact).abs()
+    assert bool((error <= half_spacing * 1.001).all())
+
+
+@pytest.mark.parametrize("method", ["monosoup", "mean"])
+def test_the_other_methods_run_too(tmp_path, method):
+    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=2, method=method, gate="none"))
+    loop.steps(3)
+    loop.train()
+    before = weights_of(loop.model)
+    assert loop.soup.step().method == method
+    assert any(not torch.equal(v, before[n]) for n, v in weights_of(loop.model).items())
+
+
+def test_the_callers_mistakes_are_value_errors(tmp_path):
+    with pytest.raises(ValueError, match=r'evaluate=.*gate="none"'):
+        Loop(tmp_path, SoupConfig())
+    with pytest.raises(ValueError, match="optimizer="):
+        Soup(nn.Linear(2, 2), config=SoupConfig(optimizer_state="reset", **UNGATED))
+    loop = Loop(tmp_path, SoupConfig(), evaluate=lambda: 1.0)
+    with pytest.raises(ValueError, match="metric="):
+        loop.soup.step(metric=1.0)
+    side = Loop(tmp_path, SoupConfig(feed_back=False, **UNGATED), name="side")
+    with pytest.raises(ValueError, match="feed_back=False"):
+        side.soup.step(metric=1.0)
+
+
+def test_soup_is_built_before_training_begins(tmp_path):
+    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=2, **UNGATED))
+    loop.train()
+    late = Soup(
+        loop.model, optimizer=loop.optimizer, config=SoupConfig(**UNGATED), output_dir=tmp_path
+    )
+    with pytest.raises(TrainingError, match="build Soup before"):
+        late.step()
