@@ -133,5 +133,5 @@ def check_config(variant: dict[str, Any], base: dict[str, Any], *, name: str) ->
             continue
         raise ServingError(
             f"variant {name!r}: config.json sets {key}={variant.get(key)!r}, the base "
-            f"{base.get(key)!r}; it cannot share a batch with the base: serve the restored model instead"
+            f"{base.get(key)!r}; it cannot share a batch with the base: serve the restored model"
         )

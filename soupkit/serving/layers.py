@@ -198,7 +198,7 @@ class VariantBank:
         if shape != tensor.shape:
             raise ServingError(
                 f"tensor {name!r}: shape {tuple(tensor.shape)}, the base's is {tuple(shape)}; "
-                "a variant with another vocabulary cannot share a batch: serve the restored model instead"
+                "another vocabulary cannot share a batch: serve the restored model instead"
             )
 
     def _build_clones(self, plan: dict[str, Entry]) -> None:

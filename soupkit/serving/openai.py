@@ -136,7 +136,9 @@ class CompletionRequest(_Request):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]  # pydantic has checked
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]
+            return [self.prompt]
         return list(self.prompt)  # type: ignore[arg-type]  # likewise
 
     def neutral_values(self) -> dict[str, tuple[Any, ...]]:

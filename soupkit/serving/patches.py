@@ -104,7 +104,7 @@ class Patch:
         self.original: Callable[..., Any] = module.forward
 
     def install(self) -> None:
-        self.module.forward = self  # type: ignore[assignment]  # an instance attribute, undone by remove
+        self.module.forward = self
 
     def remove(self) -> None:
         if self._own is None:

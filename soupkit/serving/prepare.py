@@ -143,7 +143,7 @@ def _check_tokens(service: Service, tokens: list[int], tokenizer: Any, *, param:
     if len(tokens) >= engine.max_context:
         raise ApiError(
             400,
-            f"{param}: {len(tokens)} tokens; the limit is {engine.max_context} for prompt and answer",
+            f"{param}: {len(tokens)} tokens; prompt and answer may have {engine.max_context}",
             param=param,
             code="context_length_exceeded",
         )

@@ -22,9 +22,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from soupkit.checkpoint import checkpoint_fingerprint, open_checkpoint
-from soupkit.errors import CheckpointError, ServingError
-from soupkit.family import check_base
+from soupkit.errors import ServingError
+from soupkit.family import open_base
 
 from .answers import Answer, unavailable
 from .catalog import Catalog
@@ -229,14 +228,7 @@ def build_service(
 ) -> Service:
     """Opens the family, loads its base and makes a service that is not started yet; see `run`."""
     catalog = Catalog(Path(family))
-    ref = catalog.family.base
-    try:
-        checkpoint = open_checkpoint(base or ref.path, None if base else ref.revision)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"the family's base: {error}; say where it is with base= (--base)"
-        ) from error
-    check_base(catalog.family, checkpoint, checkpoint_fingerprint(checkpoint))
+    checkpoint = open_base(catalog.family, base)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     # On CPUs float32 is exact and rarely slower; on GPUs what the base was stored in.
     default = torch.float32 if torch.device(device).type == "cpu" else checkpoint.main_dtype

@@ -1,0 +1,166 @@
+"""Shared by the serving tests: a tiny random family with a tokenizer, and dense oracles for it."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from soupkit.bitdelta import decode_tensor
+from soupkit.bundle import LoadedVariant, open_family, open_variant
+from soupkit.checkpoint import open_checkpoint
+from soupkit.export import export_variant
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>"]
+CONTEXT = 192
+
+# name -> (which parameters a fine-tune moved, scale, planes)
+VARIANTS: dict[str, tuple[Callable[[str], bool], str, int]] = {
+    "linear": (lambda name: "_proj" in name, "row", 1),
+    "norms": (lambda name: "_proj" in name or "norm" in name, "row", 1),
+    "embed": (lambda name: "_proj" in name or "embed" in name, "row", 2),
+    "matrix": (lambda name: True, "matrix", 3),
+}
+
+
+def make_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
+    """Byte-level, no merges: any text is its bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(SPECIAL + alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=SPECIAL[2:],
+    )
+    if chat:
+        fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def make_base(folder: Path, *, kind: str = "llama", tied: bool = True, seed: int = 0) -> Path:
+    """A random model whose greedy texts are varied, saved with its tokenizer."""
+    tokenizer = make_tokenizer()
+    settings: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 40,
+        "intermediate_size": 52,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.25,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 1,
+    }
+    torch.manual_seed(seed)
+    if kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**settings))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**settings, attention_bias=True))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                center = 1.0 if "norm" in name else 0.0
+                parameter.copy_(center + 0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_finetune(
+    base: Path, folder: Path, moved: Callable[[str], bool], *, seed: int, size: float = 0.12
+) -> Path:
+    """The base with Gaussian noise on the named parameters."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if moved(name):
+                parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def add_to_family(
+    root: Path, name: str, moved: Callable[[str], bool], *, scale: str, planes: int, seed: int
+) -> str:
+    """Exports one more variant of root/base to root/family; returns its digest."""
+    finetune = make_finetune(root / "base", root / f"ft-{name}-{seed}", moved, seed=seed)
+    report = export_variant(
+        open_checkpoint(root / "base"),
+        open_checkpoint(finetune),
+        family=root / "family",
+        name=name,
+        scale=scale,  # type: ignore[arg-type]
+        planes=planes,
+        companions=finetune,
+    )
+    return report.digest
+
+
+def make_family(
+    root: Path, *, kind: str = "llama", tied: bool = True, names: Iterable[str] = tuple(VARIANTS)
+) -> Path:
+    """root/base and root/family with the named variants; returns root."""
+    make_base(root / "base", kind=kind, tied=tied)
+    for seed, name in enumerate(names, start=1):
+        moved, scale, planes = VARIANTS[name]
+        add_to_family(root, name, moved, scale=scale, planes=planes, seed=seed)
+    return root
+
+
+def load_variant(root: Path, name: str) -> LoadedVariant:
+    return open_variant(open_family(root / "family").folder(name)).load()
+
+
+def dense(root: Path, name: str | None) -> Any:
+    """The oracle: a plain model that holds W_base + decoded delta in float32."""
+    model = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32).eval()
+    if name is None:
+        return model
+    variant = load_variant(root, name)
+    with torch.no_grad():
+        for parameter, sign in variant.signs.items():
+            weight = model.get_parameter(parameter)
+            weight.add_(decode_tensor(parameter, sign, weight.shape))
+        for parameter, tensor in variant.raw.items():
+            model.get_parameter(parameter).copy_(tensor)
+    return model
+
+
+def greedy(model: Any, tokens: list[int], count: int, *, stop: int | None = 1) -> list[int]:
+    """Generated ids of plain `generate`, without the stop token."""
+    ids = torch.tensor([tokens])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=stop,
+        pad_token_id=1,
+    )[0, len(tokens) :].tolist()
+    return [token for token in out if token != stop]

@@ -1,0 +1,252 @@
+"""Variants inside a model: equal to dense models, out again without a trace, refused where they cannot act."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
+
+from soupkit.bitdelta import decode_tensor, encode_tensor
+from soupkit.errors import ServingError
+from soupkit.serving.layers import VariantBank
+from soupkit.serving.probe import token_axes
+from tests.serving_kit import VARIANTS, dense, load_variant, make_family
+
+
+def bank_of(model: Any) -> VariantBank:
+    return VariantBank(
+        model, vocab_size=model.config.vocab_size, head=model.get_output_embeddings()
+    )
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Qwen3 has q_norm and k_norm on [batch, tokens, heads, head_dim] and here biases; its head is its own.
+    return make_family(
+        tmp_path_factory.mktemp(request.param), kind=request.param, tied=request.param == "llama"
+    )
+
+
+@pytest.fixture
+def served(root: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32).eval()
+    return model
+
+
+def load_all(bank: VariantBank, root: Path) -> dict[str, int]:
+    slots = {name: slot for slot, name in enumerate(VARIANTS)}
+    for name, slot in slots.items():
+        variant = load_variant(root, name)
+        tied = {e.name: e.source for e in variant.manifest.tensors if e.kind == "tied"}
+        own = frozenset(e.name for e in variant.manifest.tensors) - tied.keys()
+        bank.load(slot, variant.signs, variant.raw, own=own, tied=tied)
+    return slots
+
+
+@torch.no_grad()
+def test_each_variant_alone_equals_its_dense_model(root: Path, served: Any) -> None:
+    bank = bank_of(served)
+    ids = torch.randint(5, 200, (1, 17))
+    plain = served(input_ids=ids).logits
+    for name, slot in load_all(bank, root).items():
+        bank.set_batch([slot] * 17, [slot] * 17)
+        got = served(input_ids=ids).logits
+        expected = dense(root, name)(input_ids=ids).logits
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        assert (got - plain).abs().max() > 0.1, "the variant did nothing"
+    bank.set_batch([-1] * 17, [-1] * 17)
+    assert torch.equal(served(input_ids=ids).logits, plain)
+
+
+@torch.no_grad()
+def test_close_leaves_the_plain_base(root: Path, served: Any) -> None:
+    ids = torch.randint(5, 200, (1, 9))
+    plain = served(input_ids=ids).logits
+    bank = bank_of(served)
+    load_all(bank, root)
+    bank.set_batch([0] * 9, [0] * 9)
+    bank.close()
+    assert torch.equal(served(input_ids=ids).logits, plain)
+    assert all("forward" not in module.__dict__ for module in served.modules())
+
+
+@torch.no_grad()
+def test_rows_of_one_batch_do_not_see_each_other(root: Path, served: Any) -> None:
+    """Token-wise modules only, so rows of all variants can be mixed in one call and compared one by one."""
+    bank = bank_of(served)
+    slots = [-1, *load_all(bank, root).values()]
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randint(0, len(slots), (23,), generator=generator).tolist()
+    mixed = [slots[row] for row in rows]
+    layer = served.model.layers[0]
+    x = torch.randn(1, 23, served.config.hidden_size, generator=generator)
+
+    def act(tensor: torch.Tensor) -> torch.Tensor:
+        return layer.mlp(layer.input_layernorm(tensor))
+
+    bank.set_batch(mixed, mixed)
+    together = act(x)
+    for at, slot in enumerate(mixed):
+        bank.set_batch([slot], [slot])
+        torch.testing.assert_close(together[:, at : at + 1], act(x[:, at : at + 1]), rtol=1e-5, atol=1e-5)
+
+
+def test_an_occupied_slot_is_never_overwritten(root: Path, served: Any) -> None:
+    bank = bank_of(served)
+    variant = load_variant(root, "linear")
+    bank.load(0, variant.signs, variant.raw)
+    with pytest.raises(ValueError, match="slot 0 is occupied"):
+        bank.load(0, variant.signs, variant.raw)
+    bank.free(0)
+    bank.load(0, variant.signs, variant.raw)
+    with pytest.raises(ValueError, match="slot 7 is empty"):
+        bank.free(7)
+
+
+def sign_of(name: str, shape: tuple[int, ...]) -> Any:
+    return encode_tensor(name, torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+
+
+def test_what_cannot_act_is_refused_by_name_and_changes_nothing(served: Any) -> None:
+    bank = bank_of(served)
+    hidden = served.config.hidden_size
+    good = {"model.layers.0.self_attn.q_proj.weight": sign_of("w", (40, hidden))}
+    bad_vocabulary = {"model.embed_tokens.weight": torch.zeros(999, hidden)}
+    with pytest.raises(ServingError, match=r"model\.embed_tokens\.weight.*vocabulary"):
+        bank.load(0, good, bad_vocabulary)
+    with pytest.raises(ServingError, match=r"'nowhere\.weight': the base model has no such parameter"):
+        bank.load(0, {**good, "nowhere.weight": good[next(iter(good))]}, {})
+    name = "model.layers.1.mlp.down_proj.weight"
+    with pytest.raises(ServingError, match=f"{name}.*stored shape"):
+        bank.load(0, {**good, name: sign_of("w", (3, 4))}, {})
+    assert bank.slots == frozenset()
+    assert all("forward" not in module.__dict__ for module in served.modules())
+
+
+def test_a_variant_that_unties_the_head_acts_apart(tmp_path: Path) -> None:
+    root = make_family(tmp_path, names=())
+    model = dense(root, None)
+    reference = dense(root, None)
+    embed, head = "model.embed_tokens.weight", "lm_head.weight"
+    shape = tuple(model.get_parameter(embed).shape)
+    signs = {embed: sign_of("e", shape), head: encode_tensor(head, torch.randn(shape))}
+    bank = bank_of(model)
+    bank.load(0, signs, {}, own=frozenset({embed, head}))
+    bank.set_batch([0] * 5, [0] * 5)
+    with torch.no_grad():
+        ids = torch.tensor([[7, 8, 9, 10, 11]])
+        got = model(input_ids=ids).logits
+        old = reference.get_parameter(embed).detach()
+        reference.lm_head.weight = nn.Parameter(old + decode_tensor(head, signs[head], shape))
+        reference.model.embed_tokens.weight = nn.Parameter(old + decode_tensor(embed, signs[embed], shape))
+        torch.testing.assert_close(got, reference(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_tie_the_base_does_not_have_is_refused(tmp_path: Path) -> None:
+    model = dense(make_family(tmp_path, tied=False, names=()), None)
+    with pytest.raises(ServingError, match=r"lm_head\.weight.*ties it"):
+        bank_of(model).load(0, {}, {}, tied={"lm_head.weight": "model.embed_tokens.weight"})
+
+
+@torch.no_grad()
+def test_embeddings_that_scale_and_norms_after_a_transpose_work() -> None:
+    """Gemma 3: a scaled embedding class of its own, and q_norm on [batch, heads, tokens, head_dim]."""
+    config = Gemma3TextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(config).eval()
+    reference = Gemma3ForCausalLM(config).eval()
+    reference.load_state_dict(model.state_dict())
+    bank = bank_of(model)
+    signs, raw = {}, {}
+    for name, parameter in reference.named_parameters():
+        if parameter.ndim == 1:
+            raw[name] = parameter + 0.3 * torch.randn_like(parameter)
+            parameter.copy_(raw[name])
+        else:
+            signs[name] = encode_tensor(name, 0.1 * torch.randn(parameter.shape))
+            parameter.add_(decode_tensor(name, signs[name], parameter.shape))
+    bank.load(4, signs, raw)
+    bank.set_batch([4] * 12, [4] * 12)
+    ids = torch.randint(1, 64, (1, 12))
+    torch.testing.assert_close(
+        model(input_ids=ids).logits, reference(input_ids=ids).logits, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_modules_that_mix_tokens_are_not_token_wise() -> None:
+    class Mixer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.cumsum(dim=1) * self.weight
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.mixer, self.norm = nn.Embedding(32, 8), Mixer(), nn.LayerNorm(8)
+
+        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> torch.Tensor:
+            return self.norm(self.mixer(self.embed(input_ids)))
+
+    model = Model().eval()
+    assert token_axes(model, vocab_size=32) == {"embed": 1, "norm": 1}
+    bank = VariantBank(model, vocab_size=32, head=None)
+    with pytest.raises(ServingError, match=r"'mixer\.weight'.*does not act on every token"):
+        bank.load(0, {}, {"mixer.weight": torch.zeros(8)})
+
+
+def test_a_conv1d_of_gpt2_is_refused_by_name() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=32, n_embd=16, n_layer=1, n_head=2))
+    name = "transformer.h.0.attn.c_attn.weight"
+    with pytest.raises(ServingError, match=rf"{name}.*not in Conv1D"):
+        bank_of(model.eval()).load(0, {name: sign_of("w", (16, 48))}, {})
+
+
+@torch.no_grad()
+def test_raw_matrices_and_biases_act_per_row() -> None:
+    layer = nn.Sequential(nn.Embedding(16, 6), nn.Linear(6, 5))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = layer
+
+        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> torch.Tensor:
+            out: torch.Tensor = self.body(input_ids)
+            return out
+
+    bank = VariantBank(Model().eval(), vocab_size=16, head=None)
+    weight, bias = torch.randn(5, 6), torch.randn(5)
+    bank.load(0, {}, {"body.1.weight": weight})
+    bank.load(1, {}, {"body.1.bias": bias})
+    bank.load(2, {"body.1.weight": sign_of("w", (5, 6))}, {"body.1.bias": bias})
+    ids = torch.tensor([[3, 4, 5, 6, 7]])
+    bank.set_batch([0, 1, 2, -1, 0], [0, 1, 2, -1, 0])
+    x = layer[0].weight[ids[0]]
+    old, b = layer[1].weight, layer[1].bias
+    signed = old + decode_tensor("w", sign_of("w", (5, 6)), (5, 6))
+    expected = torch.stack(
+        [weight @ x[0] + b, old @ x[1] + bias, signed @ x[2] + bias, old @ x[3] + b, weight @ x[4] + b]
+    )
+    torch.testing.assert_close(layer(ids)[0], expected, rtol=1e-5, atol=math.ldexp(1, -18))
