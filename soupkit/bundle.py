@@ -20,14 +20,8 @@ from torch import Tensor
 
 from soupkit.bitdelta import SignDelta
 from soupkit.errors import BundleError
-from soupkit.family import (
-    BaseRef,
-    Family,
-    VariantRef,
-    add_variant,
-    create_or_open_family,
-    open_family,
-)
+from soupkit.family import BaseRef, Family, VariantRef, open_family
+from soupkit.family_write import add_variant, create_or_open_family
 from soupkit.files import open_regular, read_json
 from soupkit.fingerprint import Entry, digest_of, num_threads, sha256_of
 from soupkit.manifest import MANIFEST_NAME, WEIGHTS_NAME, Manifest, TensorEntry, matrix_shape
@@ -164,7 +158,7 @@ class Variant:
         return typed(buffer, self._slots[name].spec)
 
     def _read_all(self, *, check: bool) -> tuple[dict[str, Tensor], list[Entry]]:
-        """Every tensor, as a view of one buffer in the file's order, and the hashes if asked for."""
+        """Every tensor, a view of one buffer in the file's order, and the hashes if asked for."""
         start = min((slot.start for slot in self._slots.values()), default=0)
         whole = torch.empty(self.nbytes, dtype=torch.uint8)
         tensors: dict[str, Tensor] = {}

@@ -24,10 +24,17 @@ from soupkit.companions import copy_companions
 from soupkit.config import MAX_PLANES, Scale, check_choice, check_count, check_variant_name
 from soupkit.delta import TensorSource, layout
 from soupkit.errors import CheckpointError
-from soupkit.family import add_variant, create_or_open_family, staged_variant
+from soupkit.family_write import add_variant, create_or_open_family, staged_variant
 from soupkit.files import atomic_write_json, plain_json
 from soupkit.fingerprint import Entry, digest_of, sha256_of
-from soupkit.manifest import MANIFEST_NAME, WEIGHTS_NAME, Manifest, TensorEntry
+from soupkit.manifest import (
+    MANIFEST_NAME,
+    WEIGHTS_NAME,
+    Manifest,
+    TensorEntry,
+    itemise,
+    model_bf16_bytes,
+)
 from soupkit.numeric import check_finite
 from soupkit.shards import SpooledFile
 from soupkit.tensorfile import dtype_name
@@ -124,7 +131,7 @@ def export_variant(
             versions={"soupkit": __version__, "torch": torch.__version__},
         )
         atomic_write_json(folder / MANIFEST_NAME, manifest.to_json())
-        sizes = _itemise(folder, entries)
+        sizes = itemise(folder, entries)
         ref, replaced = add_variant(found.path, name, folder, digest=digest)
     return ExportReport(
         name=name,
@@ -132,7 +139,7 @@ def export_variant(
         digest=digest,
         replaced=replaced,
         bytes=sizes,
-        model_bf16_bytes=2 * total,
+        model_bf16_bytes=model_bf16_bytes(entries),
         entries=entries,
     )
 
@@ -266,14 +273,3 @@ def _are_equal(ours: Tensor, theirs: Tensor, *, is_matrix: bool) -> bool:
     if ours.dtype == theirs.dtype:
         return torch.equal(ours, theirs)
     return not is_matrix and torch.equal(ours.double(), theirs.double())
-
-
-def _itemise(folder: Path, entries: Sequence[TensorEntry]) -> dict[str, int]:
-    sizes = {"signs": 0, "scales": 0, "raw": 0}
-    for entry in entries:
-        for name, spec in entry.stored_specs().items():
-            kind = {"sign": "signs", "scale": "scales", "raw": "raw"}[name.rpartition(".")[2]]
-            sizes[kind] += spec.nbytes
-    total = sum(path.stat().st_size for path in folder.iterdir())
-    sizes["other"] = total - sum(sizes.values())
-    return {**sizes, "total": total, "weights": (folder / WEIGHTS_NAME).stat().st_size}

@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -183,6 +184,23 @@ class Manifest:
             metrics=body["metrics"],
             versions=body["versions"],
         )
+
+
+def itemise(folder: Path, entries: tuple[TensorEntry, ...]) -> dict[str, int]:
+    """Bytes of a variant folder on disk, by kind; see soupkit.export.ExportReport."""
+    sizes = {"signs": 0, "scales": 0, "raw": 0}
+    for entry in entries:
+        for name, spec in entry.stored_specs().items():
+            kind = {"sign": "signs", "scale": "scales", "raw": "raw"}[name.rpartition(".")[2]]
+            sizes[kind] += spec.nbytes
+    total = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    sizes["other"] = total - sum(sizes.values())
+    return {**sizes, "total": total, "weights": (folder / WEIGHTS_NAME).stat().st_size}
+
+
+def model_bf16_bytes(entries: tuple[TensorEntry, ...]) -> int:
+    """Bytes that all unique parameters of the fine-tune take in bfloat16."""
+    return 2 * sum(math.prod(entry.shape) for entry in entries if entry.kind != "tied")
 
 
 def is_plain_file_name(name: str) -> bool:

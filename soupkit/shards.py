@@ -6,7 +6,7 @@ write into soupkit.files.atomic_folder.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -44,14 +44,35 @@ class SpooledFile:
             OSError: the disk refused.
             ValueError: the name was added before.
         """
+        self.add_pieces(name, TensorSpec(tensor.dtype, tuple(tensor.shape)), [tensor])
+
+    def add_pieces(self, name: str, spec: TensorSpec, pieces: Iterable[Tensor]) -> None:
+        """Append one tensor given as consecutive pieces of its entries.
+
+        Raises:
+            OSError: the disk refused.
+            ValueError: the name was added before, or the pieces are not the tensor that `spec`
+                says.
+        """
         if name in self._entries:
             raise ValueError(f"{name} was written before")
+        start = self.nbytes
+        for piece in pieces:
+            if piece.dtype != spec.dtype:
+                raise ValueError(f"{name}: a piece is {piece.dtype}, announced as {spec.dtype}")
+            self._append(piece)
+        if self.nbytes - start != spec.nbytes:
+            raise ValueError(
+                f"{name}: {self.nbytes - start} bytes came, {spec} needs {spec.nbytes}"
+            )
+        self._entries[name] = (spec, start)
+
+    def _append(self, tensor: Tensor) -> None:
         data = as_bytes(tensor)
         done = 0
         while done < len(data):
             piece = data[done : done + PIECE_BYTES]
             done += os.pwrite(self._spool.fileno(), piece, self.nbytes + done)
-        self._entries[name] = (TensorSpec(tensor.dtype, tuple(tensor.shape)), self.nbytes)
         self.nbytes += len(data)
 
     def finish(self, *, metadata: Mapping[str, str] | None = None) -> None:
@@ -102,17 +123,27 @@ class ShardWriter:
             OSError: the disk refused.
             ValueError: the name was added before.
         """
+        self.add_pieces(name, TensorSpec(tensor.dtype, tuple(tensor.shape)), [tensor])
+
+    def add_pieces(self, name: str, spec: TensorSpec, pieces: Iterable[Tensor]) -> None:
+        """Append one tensor given as consecutive pieces of its entries, such as blocks of rows.
+
+        Raises:
+            OSError: the disk refused.
+            ValueError: the name was added before, or the pieces are not the tensor that `spec`
+                says.
+        """
         if name in self._shard_of:
             raise ValueError(f"{name} was written before")
-        full = self._open is not None and self._open.nbytes + tensor.nbytes > self._max_shard_bytes
+        full = self._open is not None and self._open.nbytes + spec.nbytes > self._max_shard_bytes
         if full and self._open is not None and self._open.nbytes:
             self._finish_shard(self._open)
         if self._open is None:
             self._shards.append(self._folder / f".{self._stem}.part-{len(self._shards):05d}")
             self._open = SpooledFile(self._shards[-1])
-        self._open.add(name, tensor)
+        self._open.add_pieces(name, spec, pieces)
         self._shard_of[name] = len(self._shards) - 1
-        self._total_bytes += tensor.nbytes
+        self._total_bytes += spec.nbytes
 
     def close(self) -> tuple[Path, ...]:
         """Finish the last file, name the files and write the index.

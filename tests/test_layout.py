@@ -16,9 +16,10 @@ LAYER = {
     "errors": 1, "config": 1, "delta": 1, "svd": 1, "merge": 1, "bitdelta": 1, "lora": 1,
     "checkpoint": 2, "files": 2, "bundle": 2, "adapters": 2, "export": 2, "restore": 2,
     "offline": 2, "verify": 2, "tracking": 2, "tensorfile": 2, "fingerprint": 2, "companions": 2,
-    "shards": 2, "manifest": 2, "blocks": 2, "family": 2, "describe": 2,
+    "shards": 2, "manifest": 2, "blocks": 2, "family": 2, "family_write": 2, "describe": 2,
+    "dense": 2,
     "training": 3, "serving": 3,
-    "cli": 4, "__main__": 4,
+    "cli": 4, "console": 4, "__main__": 4,
 }  # fmt: skip
 
 # Packages that only the named files may import, and not at all in L1.

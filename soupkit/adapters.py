@@ -1,0 +1,205 @@
+"""A delta as a PEFT LoRA adapter folder: adapter_config.json and adapter_model.safetensors.
+
+    W_ft - W_base ~ B A,   A [r, in], B [out, r],   lora_alpha = r, so that PEFT's scaling is 1
+
+Only weights of linear layers travel; norms, biases, embeddings, convolutions and experts that
+changed are named in the report. A delta of rank at most r is reproduced exactly. Format: PEFT 0.21
+(PEFT itself is only the test's oracle).
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from soupkit.checkpoint import Checkpoint
+from soupkit.config import DEFAULT_RANK, check_count
+from soupkit.delta import TensorSource, layout, subtract
+from soupkit.errors import CheckpointError
+from soupkit.export import Progress, pair_names
+from soupkit.files import atomic_folder, atomic_write_json
+from soupkit.lora import Factors, factor
+from soupkit.numeric import squared_norm
+from soupkit.shards import SpooledFile
+
+# Relative energy below which a float32 factorisation is as good as the delta itself.
+EXACT_ENERGY = 1e-10
+
+_EMBEDDING = re.compile(r"(^|[._])(embed\w*|wte|wpe|word_embeddings|position\w*)\.")
+# transformers' Conv1D keeps [in, out]: PEFT calls that fan_in_fan_out.
+_TRANSPOSED_TYPES = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer"}
+_TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc|q_attn)\.weight$")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterReport:
+    """What an adapter keeps of a fine-tune.
+
+    Attributes:
+        path: the adapter folder. ranks: by module. lost: ||delta - B A||^2 / ||delta||^2 by module.
+        lost_energy: the same over all modules together. left_out: changed parameters that an
+            adapter cannot hold, with their share of the whole delta's energy in left_out_energy.
+    """
+
+    path: Path
+    ranks: dict[str, int]
+    lost: dict[str, float]
+    lost_energy: float
+    left_out: tuple[str, ...]
+    left_out_energy: float
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether base + adapter is the fine-tune, but for float32 rounding."""
+        return not self.left_out and self.lost_energy <= EXACT_ENERGY
+
+
+def export_adapter(
+    base: Checkpoint,
+    finetuned: TensorSource,
+    *,
+    out: str | Path,
+    rank: int | None = None,
+    progress: Progress | None = None,
+) -> AdapterReport:
+    """Write the difference between a fine-tune and its base as a PEFT adapter to the new folder
+    `out`.
+
+    Args:
+        rank: largest rank of a module; None: 64, or as much as it takes to be exact up to 256.
+        progress: called after each tensor with its name, entries done, entries in all.
+
+    Raises:
+        CheckpointError: the models do not fit, or no linear layer changed. MergeError: a weight is
+            NaN.
+        FileExistsError, OSError: `out` has content, or the disk refused. Nothing stands at `out`
+            then.
+    """
+    if rank is not None:
+        check_count("rank", rank, least=1)
+    pairs = pair_names(base, finetuned)
+    done, total = 0, sum(math.prod(finetuned.shape(ours)) for ours, _ in pairs)
+    with atomic_folder(Path(out)) as folder:
+        builder = _Builder(folder, base, rank)
+        try:
+            for ours, theirs in pairs:
+                builder.add(ours, finetuned.tensor(ours), base.tensor(theirs))
+                done += math.prod(finetuned.shape(ours))
+                if progress:
+                    progress(ours, done, total)
+            return builder.finish(Path(out))
+        finally:
+            builder.close()
+
+
+class _Builder:
+    """Collects the factors of one module after the other."""
+
+    def __init__(self, folder: Path, base: Checkpoint, rank: int | None) -> None:
+        self._folder = folder
+        self._base = base
+        self._rank = rank
+        self._file = SpooledFile(folder / "adapter_model.safetensors")
+        self._ranks: dict[str, int] = {}
+        self._lost: dict[str, float] = {}
+        self._left_out: list[str] = []
+        self._energy = {"module": 0.0, "lost": 0.0, "left_out": 0.0}
+
+    def add(self, name: str, ours: Tensor, theirs: Tensor) -> None:
+        """Factor one parameter, or note that it cannot travel."""
+        if ours.shape != theirs.shape or not ours.is_floating_point():
+            self._left_out += [name] if not torch.equal(ours, theirs) else []
+            return
+        delta = subtract(ours, theirs, name=name)
+        energy = squared_norm(delta)
+        if energy == 0.0:
+            return
+        if not self._is_linear(name, tuple(ours.shape)):
+            self._left_out.append(name)
+            self._energy["left_out"] += energy
+            return
+        factors, lost = self._factor(delta.T if self._is_transposed(name) else delta)
+        module = name.removesuffix(".weight")
+        self._file.add(f"base_model.model.{module}.lora_A.weight", factors.a)
+        self._file.add(f"base_model.model.{module}.lora_B.weight", factors.b)
+        self._ranks[module], self._lost[module] = factors.rank, lost
+        self._energy["module"] += energy
+        self._energy["lost"] += lost * energy
+
+    def _is_linear(self, name: str, shape: tuple[int, ...]) -> bool:
+        if layout(name, shape) != "matrix" or not name.endswith(".weight"):
+            return False
+        return not _EMBEDDING.search(name) and name not in self._base.tied.values()
+
+    def _is_transposed(self, name: str) -> bool:
+        is_type = self._base.config.get("model_type") in _TRANSPOSED_TYPES
+        return is_type and _TRANSPOSED.search(name) is not None
+
+    def _factor(self, delta: Tensor) -> tuple[Factors, float]:
+        """Factors of at most the rank asked for; trailing zeros cut off."""
+        limit = min(delta.shape)
+        tried = [self._rank] if self._rank else [DEFAULT_RANK, 2 * DEFAULT_RANK, 4 * DEFAULT_RANK]
+        first: tuple[Factors, float] | None = None
+        for rank in dict.fromkeys(min(rank, limit) for rank in tried):
+            found = factor(delta, rank=rank)
+            first = first or found
+            if found[1] <= EXACT_ENERGY:
+                return _trim(found[0]), found[1]
+        assert first is not None
+        return first
+
+    def finish(self, out: Path) -> AdapterReport:
+        """Write the adapter's two files."""
+        if not self._ranks:
+            left = ", ".join(self._left_out[:3]) or "nothing"
+            raise CheckpointError(
+                f"no linear layer changed ({left} did): a LoRA adapter would be empty"
+            )
+        self._file.finish(metadata={"format": "pt"})
+        atomic_write_json(self._folder / "adapter_config.json", self._config())
+        energy = self._energy
+        return AdapterReport(
+            path=out,
+            ranks=self._ranks,
+            lost=self._lost,
+            lost_energy=energy["lost"] / energy["module"],
+            left_out=tuple(self._left_out),
+            left_out_energy=energy["left_out"] / (energy["left_out"] + energy["module"]),
+        )
+
+    def _config(self) -> dict[str, Any]:
+        largest = max(self._ranks.values())
+        others = {module: rank for module, rank in self._ranks.items() if rank != largest}
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self._base.source,
+            "revision": self._base.revision,
+            "inference_mode": True,
+            "r": largest,
+            "lora_alpha": largest,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": any(
+                self._is_transposed(f"{module}.weight") for module in self._ranks
+            ),
+            "target_modules": sorted(self._ranks),
+            "rank_pattern": {f"^{re.escape(module)}": rank for module, rank in others.items()},
+            "alpha_pattern": {f"^{re.escape(module)}": rank for module, rank in others.items()},
+        }
+
+    def close(self) -> None:
+        """Drop what is unfinished."""
+        self._file.close()
+
+
+def _trim(factors: Factors) -> Factors:
+    """Without the trailing pairs that hold only float32 rounding; at least one pair stays."""
+    sizes = factors.b.norm(dim=0) * factors.a.norm(dim=1)
+    limit = torch.finfo(torch.float32).eps * float(sizes.max())
+    rank = max(1, int((sizes > limit * max(factors.a.shape[1], factors.b.shape[0])).sum()))
+    return Factors(a=factors.a[:rank].contiguous(), b=factors.b[:, :rank].contiguous())

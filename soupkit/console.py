@@ -1,0 +1,140 @@
+"""How the command line reads values and shows results: progress and errors on stderr, tables on
+stdout.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+def error_line(error: BaseException | str) -> None:
+    """Print one line on stderr that says what went wrong."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    sys.stderr.write("soupkit: " + " ".join(text.split()) + "\n")
+
+
+def parse_weights(text: str | None) -> tuple[float, ...] | None:
+    """ "0.7,0.3" as numbers; ValueError for anything else."""
+    if text is None:
+        return None
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--weights {text!r}: give numbers with commas, as in 0.7,0.3") from None
+
+
+def parse_bytes(text: str | None) -> int | None:
+    """ "20GB", "512MiB" or "1000" as a number of bytes; ValueError for anything else."""
+    if text is None:
+        return None
+    units = {"": 1, "B": 1}
+    for power, letter in enumerate("KMGT", start=1):
+        units |= {letter: 1000**power, f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
+    digits = text.strip().rstrip("BbIiKkMmGgTt ")
+    unit = text.strip()[len(digits) :].strip().upper()
+    try:
+        if unit in units and float(digits) >= 0:
+            return int(float(digits) * units[unit])
+    except (ValueError, OverflowError):
+        pass
+    raise ValueError(f"{text!r} is no number of bytes: give one as in 20GB, 512MiB or 1000000")
+
+
+def export_document(report: Any) -> dict[str, Any]:
+    """An ExportReport as JSON types."""
+    return {
+        "name": report.name,
+        "path": str(report.path),
+        "digest": report.digest,
+        "replaced": report.replaced,
+        "bytes": report.bytes,
+        "model_bf16_bytes": report.model_bf16_bytes,
+    }
+
+
+@contextmanager
+def show_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a callback (what, done, total) that draws a bar on stderr if that is a terminal."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[what]}"),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(title, total=None, what="")
+
+        def report(what: str, done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total, what=what)
+
+        yield report
+
+
+def print_inspection(document: dict[str, Any]) -> None:
+    """Print what soupkit.describe found as tables on stdout."""
+    console = Console()
+    if document["kind"] == "family":
+        _print_family(console, document)
+    elif document["kind"] == "variant":
+        _print_variant(console, document)
+    else:
+        console.print(f"checkpoint {document['path']}", highlight=False)
+        console.print(f"fingerprint {document['fingerprint']}", highlight=False)
+        console.print(f"{len(document['tensors'])} tensors, {document['bytes']['total']:,} bytes")
+        for alias, source in document["tied"].items():
+            console.print(f"{alias} is tied to {source}", highlight=False)
+
+
+def _print_family(console: Console, document: dict[str, Any]) -> None:
+    base = document["base"]
+    console.print(f"base {base['path']} ({base['dtype']})", highlight=False)
+    console.print(f"fingerprint {base['fingerprint']}", highlight=False)
+    table = Table("variant", "signs", "scales", "raw", "other", "total", "of bf16", "lost energy")
+    for name, variant in document["variants"].items():
+        if "fault" in variant:
+            table.add_row(name, variant["fault"])
+            continue
+        sizes = variant["bytes"]
+        share = sizes["weights"] / max(1, variant["model_bf16_bytes"])
+        parts = [f"{sizes[key]:,}" for key in ("signs", "scales", "raw", "other", "total")]
+        table.add_row(name, *parts, f"{share:.2%}", f"{_mean_lost(variant['tensors']):.3f}")
+    console.print(table)
+
+
+def _mean_lost(tensors: list[dict[str, Any]]) -> float:
+    """Mean relative residual energy of the tensors stored as signs."""
+    lost = [entry["residual_energy"] for entry in tensors if entry["kind"] == "sign"]
+    return sum(lost) / len(lost) if lost else 0.0
+
+
+def _print_variant(console: Console, document: dict[str, Any]) -> None:
+    console.print(f"variant {document['name']} {document['digest']}", highlight=False)
+    table = Table("tensor", "kind", "shape", "planes", "scale", "bytes", "lost energy")
+    for entry in document["tensors"]:
+        is_sign = entry["kind"] == "sign"
+        table.add_row(
+            entry["name"],
+            f"tied to {entry['source']}" if entry["source"] else entry["kind"],
+            "x".join(map(str, entry["shape"])),
+            str(entry["planes"]) if is_sign else "",
+            entry["scale_axis"] or "",
+            f"{entry['bytes']:,}",
+            f"{entry['residual_energy']:.3f}" if is_sign else "",
+        )
+    console.print(table)
+    for event in document["history"]:
+        console.print(" ".join(f"{key}={value}" for key, value in event.items()), highlight=False)
+    if document["metrics"]:
+        told = " ".join(f"{key}={value}" for key, value in document["metrics"].items())
+        console.print(f"metrics {told}", highlight=False)

@@ -1,0 +1,62 @@
+"""Writing a dense model folder that transformers loads: weights streamed to shards, config.json
+kept in step.
+
+Only the fields of config.json that the weights decide are changed: dtype, vocab_size,
+tie_word_embeddings. Everything else, and every other companion file, is carried over as it is.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from soupkit.checkpoint import Checkpoint
+from soupkit.files import atomic_write_json
+
+# Entries of a block of rows: its float32 copies are the largest temporaries of a merge or a
+# restore.
+BLOCK_ENTRIES = 2**22
+
+
+def row_blocks(shape: tuple[int, ...]) -> Iterator[slice]:
+    """Slices of the first axis whose blocks hold about BLOCK_ENTRIES entries; one for a scalar."""
+    if not shape:
+        yield slice(None)
+        return
+    step = max(1, BLOCK_ENTRIES // max(1, math.prod(shape[1:])))
+    for start in range(0, shape[0], step):
+        yield slice(start, min(start + step, shape[0]))
+
+
+def write_config(
+    folder: Path,
+    source: Path,
+    *,
+    dtype: torch.dtype,
+    base: Checkpoint,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Write config.json for the parameters of `shapes`, from the file `source` (nothing if absent).
+
+    Args:
+        folder: of the model to be. dtype: of its weights. base: whose vocabulary and ties the
+            shapes are compared with. shapes: of every parameter that is written.
+    """
+    if not source.is_file():
+        return
+    config: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    heads = [alias for alias in base.tied if alias in shapes]
+    if base.tied:
+        config["tie_word_embeddings"] = not heads
+    elif config.get("tie_word_embeddings"):
+        config["tie_word_embeddings"] = False
+    for name, shape in shapes.items():
+        rows = base.shape(name)[:1]
+        if shape[:1] != rows and rows == (base.config.get("vocab_size"),):
+            config["vocab_size"] = shape[0]
+    atomic_write_json(folder / "config.json", config)

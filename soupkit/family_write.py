@@ -1,0 +1,144 @@
+"""Changing a family: making one, adding a variant, cleaning up after writers that died.
+
+A writer fills a hidden folder without the lock `family/.lock`, then, under it, renames the folder
+and replaces family.json last: a process that is killed anywhere leaves the old family or the new
+one. A folder that family.json may not list yet, or will list no longer, carries the file
+UNLISTED_NAME; the next writer removes such folders, and nothing that is not marked.
+"""
+
+import contextlib
+import itertools
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from soupkit.checkpoint import Checkpoint, checkpoint_fingerprint
+from soupkit.config import check_variant_name
+from soupkit.family import (
+    FAMILY_NAME,
+    VARIANTS_NAME,
+    BaseRef,
+    Family,
+    VariantRef,
+    check_base,
+    open_family,
+)
+from soupkit.files import (
+    PENDING_PREFIX,
+    atomic_write_json,
+    fsync_path,
+    fsync_tree,
+    locked,
+    make_pending_folder,
+    remove_dead_pending,
+)
+
+LOCK_NAME = ".lock"
+UNLISTED_NAME = ".unlisted"
+
+
+def create_or_open_family(path: str | Path, base: Checkpoint) -> Family:
+    """Open the family at `path`, or make an empty one for `base`.
+
+    Raises:
+        BundleError: the family there belongs to another base, or is damaged.
+        OSError: the disk refused.
+    """
+    path = Path(path)
+    fingerprint = checkpoint_fingerprint(base)
+    (path / VARIANTS_NAME).mkdir(parents=True, exist_ok=True)
+    with locked(path / LOCK_NAME):
+        if (path / FAMILY_NAME).exists():
+            family = open_family(path)
+            check_base(family, base, fingerprint)
+            return family
+        dtype = str(base.main_dtype).removeprefix("torch.")
+        family = Family(path, BaseRef(base.source, base.revision, fingerprint, dtype), {})
+        atomic_write_json(path / FAMILY_NAME, family.to_json())
+    return family
+
+
+@contextlib.contextmanager
+def staged_variant(path: Path) -> Iterator[Path]:
+    """Yield a hidden empty folder inside the family to fill with a variant; removed unless it was
+    added.
+    """
+    with locked(path / LOCK_NAME):
+        _clean(path)
+        folder, descriptor = make_pending_folder(path / VARIANTS_NAME)
+    try:
+        (folder / UNLISTED_NAME).touch()
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def add_variant(path: Path, name: str, staged: Path, *, digest: str) -> tuple[VariantRef, bool]:
+    """Move a filled staged folder into the family and list it under `name`, in place of what had
+    that name.
+
+    Args:
+        path: of the family. staged: from staged_variant. digest: content digest of the staged
+            variant.
+
+    Returns:
+        The new line of family.json, and whether it replaced one.
+
+    Raises:
+        BundleError, OSError: nothing was changed.
+    """
+    check_variant_name(name)
+    fsync_tree(staged)
+    with locked(path / LOCK_NAME):
+        family = open_family(path)
+        old = family.folder(name) if name in family.variants else None
+        ref = VariantRef(name, f"{VARIANTS_NAME}/{_free_name(path, name, digest)}", digest)
+        try:
+            if old is not None and old.is_dir():
+                (old / UNLISTED_NAME).touch()
+            os.rename(staged, path / ref.path)
+            fsync_path(path / VARIANTS_NAME)
+            listed = Family(path, family.base, {**family.variants, name: ref})
+            atomic_write_json(path / FAMILY_NAME, listed.to_json())
+        finally:
+            # Removes the old folder, or the new one if family.json was not replaced; else the next
+            # writer does.
+            with contextlib.suppress(OSError):
+                _clean(path)
+    return ref, old is not None
+
+
+def _free_name(path: Path, name: str, digest: str) -> str:
+    """A folder name for the variant that nothing has yet: `name`, `name@<digest>`,
+    `name@<digest>-2` ...
+    """
+    versioned = f"{name}@{digest.removeprefix('sha256:')[:8]}"
+    numbered = (f"{versioned}-{number}" for number in itertools.count(2))
+    for candidate in itertools.chain([name, versioned], numbered):
+        if not os.path.lexists(path / VARIANTS_NAME / candidate):
+            return candidate
+    raise AssertionError("there is no end of numbers")
+
+
+def _clean(path: Path) -> None:
+    """Remove what writers that died left behind. The caller holds the lock; an OSError leaves it
+    for later.
+    """
+    remove_dead_pending(path)
+    remove_dead_pending(path / VARIANTS_NAME)
+    family = open_family(path)
+    listed = {(path / ref.path).resolve() for ref in family.variants.values()}
+    for marker in (path / VARIANTS_NAME).glob(f"*/{UNLISTED_NAME}"):
+        folder = marker.parent
+        if folder.name.startswith("."):
+            continue
+        if folder.resolve() in listed:
+            marker.unlink(missing_ok=True)
+        elif not folder.is_symlink():
+            # Renamed first: a removal that is killed half-way must not lose the marker and keep the
+            # rest.
+            dead = folder.with_name(PENDING_PREFIX + folder.name)
+            os.rename(folder, dead)
+            shutil.rmtree(dead, ignore_errors=True)

@@ -1,0 +1,165 @@
+"""Restore: base + variant as a dense model folder that transformers loads.
+
+    W = W_base + sum_p scale_p * sign_p    in float32, rounded once to the dtype asked for
+
+A narrow dtype rounds part of a small delta away (algorithms 1.7); the report says how much. The
+fused path of soupkit.serving has no such loss.
+"""
+
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from soupkit.bitdelta import SignDelta, decode
+from soupkit.bundle import Variant, open_variant
+from soupkit.checkpoint import Checkpoint
+from soupkit.companions import is_companion
+from soupkit.dense import row_blocks, write_config
+from soupkit.errors import BundleError
+from soupkit.export import Progress
+from soupkit.family import open_base, open_family
+from soupkit.files import atomic_folder, file_digest
+from soupkit.manifest import MANIFEST_NAME, TensorEntry, matrix_shape
+from soupkit.numeric import squared_norm
+from soupkit.shards import ShardWriter
+from soupkit.tensorfile import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """What a restore wrote.
+
+    Attributes:
+        path: the model folder. dtype: of its floating weights. rounding_loss: ||round(W) - W|| /
+            ||W - W_base|| over all matrices stored as signs; 0.0 in float32 terms of the sum
+            itself.
+    """
+
+    path: Path
+    dtype: torch.dtype
+    rounding_loss: float
+
+
+def restore(
+    family: str | Path,
+    name: str,
+    *,
+    out: str | Path,
+    base: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+) -> RestoreReport:
+    """Write the dense model of a variant to the new folder `out`.
+
+    Args:
+        base: folder or hub id of the base; None: where the family says it is.
+        dtype: of all floating weights; None: float32.
+        progress: called after each tensor with its name, entries done, entries in all.
+
+    Raises:
+        BundleError: no such variant, damaged, or another base. CheckpointError: the base is
+            unreadable.
+        FileExistsError, OSError: `out` has content, or the disk refused. Nothing stands at `out`
+            then.
+    """
+    found = open_family(family)
+    variant = open_variant(found.folder(name))
+    checkpoint = open_base(found, base)
+    check_covers(variant, checkpoint)
+    with atomic_folder(Path(out)) as folder:
+        writer = _Restorer(variant, checkpoint, dtype or torch.float32)
+        loss = writer.write(folder, progress)
+    return RestoreReport(Path(out), dtype or torch.float32, loss)
+
+
+def check_covers(variant: Variant, base: Checkpoint) -> None:
+    """Raise BundleError unless the variant describes every parameter of `base` and no other, in
+    fitting shapes.
+    """
+    entries = variant.manifest.entries()
+    missing = [name for name in base.names if name not in entries]
+    if missing:
+        raise BundleError(f"{variant.path}: the manifest lacks {missing[0]!r}, which the base has")
+    for name, entry in entries.items():
+        if name not in base.names and name not in base.tied:
+            raise BundleError(f"{variant.path}: the base has no parameter {name!r}")
+        shape = base.shape(name)
+        if entry.kind in ("same", "sign") and entry.shape != shape:
+            raise BundleError(f"{variant.path}: {name!r} has shape {entry.shape}, the base {shape}")
+
+
+class _Restorer:
+    """Streams W = W_base + decoded delta of one variant."""
+
+    def __init__(self, variant: Variant, base: Checkpoint, dtype: torch.dtype) -> None:
+        self._variant = variant
+        self._base = base
+        self._dtype = dtype
+        self._lost = 0.0
+        self._energy = 0.0
+
+    def write(self, folder: Path, progress: Progress | None) -> float:
+        """Fill `folder`; returns the share of the delta that rounding lost."""
+        writer = ShardWriter(folder)
+        entries = [entry for entry in self._variant.manifest.tensors if entry.kind != "tied"]
+        done, total = 0, sum(math.prod(entry.shape) for entry in entries)
+        for entry in entries:
+            stored = self._base.dtype(entry.name)
+            dtype = self._dtype if stored.is_floating_point else stored
+            writer.add_pieces(
+                entry.name, TensorSpec(dtype, entry.shape), self._pieces(entry, dtype)
+            )
+            done += math.prod(entry.shape)
+            if progress:
+                progress(entry.name, done, total)
+        writer.close()
+        shapes = {entry.name: entry.shape for entry in entries}
+        self._write_companions(folder, shapes)
+        return math.sqrt(self._lost / self._energy) if self._energy else 0.0
+
+    def _pieces(self, entry: TensorEntry, dtype: torch.dtype) -> Iterator[Tensor]:
+        """The restored parameter as consecutive pieces in `dtype`."""
+        if entry.kind == "sign":
+            yield from self._sums(entry, dtype)
+            return
+        whole = (
+            self._variant.raw(entry.name) if entry.kind == "raw" else self._base.tensor(entry.name)
+        )
+        for rows in row_blocks(entry.shape):
+            yield (whole[rows] if entry.shape else whole).to(dtype)
+
+    def _sums(self, entry: TensorEntry, dtype: torch.dtype) -> Iterator[Tensor]:
+        encoded = self._variant.sign(entry.name)
+        theirs = self._base.tensor(entry.name).reshape(matrix_shape(entry.name, entry.shape))
+        for rows in row_blocks(tuple(theirs.shape)):
+            scale = encoded.scale if encoded.scale.shape[1] == 1 else encoded.scale[:, rows]
+            delta = decode(SignDelta(encoded.signs[:, rows], scale, encoded.in_features))
+            exact = (
+                theirs[rows].float().add_(delta)
+                if theirs.dtype != torch.float32
+                else theirs[rows] + delta
+            )
+            rounded = exact.to(dtype)
+            if dtype != torch.float32:
+                self._energy += squared_norm(delta)
+                self._lost += squared_norm(rounded.float() - exact)
+            yield rounded
+
+    def _write_companions(self, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+        """The base's companion files, the variant's over them, and config.json for the weights."""
+        sources = self._base.files()
+        for name, digest in self._variant.manifest.companions.items():
+            path = self._variant.path / name
+            if not is_companion(name) or path.is_symlink() or file_digest(path) != digest:
+                raise BundleError(f"{path}: damaged, or no file of a model: see {MANIFEST_NAME}")
+            sources[name] = path
+        config = sources.pop("config.json", None)
+        for name, path in sources.items():
+            shutil.copyfile(path, folder / name)
+        if config is not None:
+            write_config(folder, config, dtype=self._dtype, base=self._base, shapes=shapes)
