@@ -59,11 +59,26 @@ def pack(values: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=32)
-def sign_table(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[256, 8] of +-1: row b holds the eight signs of byte b. Shared: do not write to it."""
-    byte = torch.arange(256, device=device).unsqueeze(1)
-    bit = torch.arange(SIGNS_PER_BYTE, device=device)
-    return (((byte >> bit) & 1) * 2 - 1).to(dtype)
+def _sign_table(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[256, 8] of +-1: row b holds the eight signs of byte b. Shared: nobody writes to it."""
+    # A table made in inference mode could not be used outside of it.
+    with torch.inference_mode(False):
+        byte = torch.arange(256, device=device).unsqueeze(1)
+        bit = torch.arange(SIGNS_PER_BYTE, device=device)
+        return (((byte >> bit) & 1) * 2 - 1).to(dtype)
+
+
+def _look_up(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., B] bytes -> [..., 8 B] of +-1 in int8 or a 2-byte dtype.
+
+    The eight signs of a byte are gathered as one element of 8 or 16 bytes, which costs half of
+    gathering rows of eight (F.embedding); cpu.py has the figures.
+    """
+    whole = torch.int64 if dtype.itemsize == 1 else torch.complex128
+    table = _sign_table(dtype, packed.device).view(whole).flatten()
+    index = packed.reshape(-1).to(torch.int32)
+    signs = torch.index_select(table, 0, index).view(dtype)
+    return signs.view(*packed.shape[:-1], packed.shape[-1] * SIGNS_PER_BYTE)
 
 
 def unpack(packed: Tensor, num_signs: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -74,10 +89,28 @@ def unpack(packed: Tensor, num_signs: int, dtype: torch.dtype = torch.float32) -
         num_signs: K.
         dtype: of the result.
     Returns:
-        [..., K] of +1 and -1 on the same device.
+        [..., K] of +1 and -1 on the same device, not always contiguous.
     Raises:
         ValueError: packed is not uint8, or its last axis does not hold K signs.
     """
+    _check_packed(packed, num_signs)
+    direct = dtype.itemsize == 2 and dtype.is_floating_point
+    signs = _look_up(packed, dtype) if direct else _look_up(packed, torch.int8).to(dtype)
+    return signs[..., :num_signs]
+
+
+def unpack_into(packed: Tensor, out: Tensor) -> Tensor:
+    """Write the signs of packed uint8 [..., ceil(K / 8)] into `out` [..., K] and return it.
+
+    Raises:
+        ValueError: packed is not uint8, or its last axis does not hold K signs.
+    """
+    _check_packed(packed, out.shape[-1])
+    return out.copy_(_look_up(packed, torch.int8)[..., : out.shape[-1]])
+
+
+def _check_packed(packed: Tensor, num_signs: int) -> None:
+    """Raise ValueError unless `packed` holds `num_signs` signs a row."""
     if packed.dtype != torch.uint8:
         raise ValueError(f"packed signs are uint8, got {packed.dtype}; pack them first")
     if packed.ndim == 0 or packed.shape[-1] != packed_width(num_signs):
@@ -85,5 +118,3 @@ def unpack(packed: Tensor, num_signs: int, dtype: torch.dtype = torch.float32) -
             f"packed signs of shape {tuple(packed.shape)} do not hold K={num_signs} a row: "
             f"the last axis must be {packed_width(num_signs)}"
         )
-    signs = F.embedding(packed.to(torch.int32), sign_table(dtype, packed.device)).flatten(-2)
-    return signs[..., :num_signs]
