@@ -15,6 +15,7 @@ from soupkit.errors import TrainingError
 from soupkit.family import open_family
 from soupkit.training import MergeReport, Soup
 from soupkit.training.guards import held_interrupts
+from soupkit.training.state import Snapshot
 from soupkit.verify import verify_family
 from tests.soup_runs import (
     assert_equal_weights,
@@ -198,8 +199,6 @@ def test_without_a_gate_metrics_choose_the_partner(tmp_path):
     before = weights_of(loop.model)
     assert loop.soup.step(metric=0.1) is not None
     # The metric was of the weights before the merge, so these are captured.
-    from soupkit.training.state import Snapshot
-
     captured = Snapshot(loop.folder / "soup" / "partner-00000008.safetensors")
     for name in captured.names:
         assert torch.equal(captured.tensor(name), before[name])
@@ -221,8 +220,6 @@ def test_a_side_soup_leaves_the_run_as_it_would_be_without(tmp_path):
     assert_equal_weights(weights_of(plain.model), weights_of(side.model))
     side.soup.finish(export=ExportConfig(family=tmp_path / "family", name="side"))
     variant = open_variant(open_family(tmp_path / "family").path / "variants" / "side").load()
-    from soupkit.training.state import Snapshot
-
     soup = Snapshot(side.folder / "soup" / "partner-00000006.safetensors")
     # Norm vectors are stored whole, so they show which weights were exported.
     name = "model.norm.weight"

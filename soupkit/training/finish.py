@@ -116,10 +116,9 @@ def export_run(
                 history=run.state.history,
                 metrics={"step": step, **_score_of(run)},
             )
-        total = report.bytes["total"]
         say(
-            f"exported {export.name} to {export.family}: {total / 1e6:.1f} MB, "
-            f"{report.model_bf16_bytes / total:.1f} times smaller than the model in bfloat16"
+            f"exported {export.name} to {export.family}: {report.bytes['total'] / 1e6:.3g} MB; the "
+            f"model in bfloat16 takes {report.model_bf16_bytes / 1e6:.3g} MB"
         )
         return report
 

@@ -102,10 +102,11 @@ class MergeReport:
 
     def line(self, metric_name: str) -> str:
         """One line for the terminal."""
-        verdict = (
-            "merged" if self.accepted else "merge refused, weights restored: would have been merged"
-        )
-        parts = [f"step {self.step}: {verdict} with step {self.partner_step}"]
+        with_whom = f"with step {self.partner_step}"
+        verdict = f"merged {with_whom}"
+        if not self.accepted:
+            verdict = f"merge {with_whom} refused, weights restored"
+        parts = [f"step {self.step}: {verdict}"]
         if self.metric_current is not None:
             after = "-" if self.metric_merged is None else f"{self.metric_merged:.6g}"
             parts.append(f"{metric_name} {self.metric_current:.6g} -> {after}")

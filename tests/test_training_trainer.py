@@ -1,0 +1,396 @@
+"""SoupCallback in Trainer: exact resume, gate, rotation, export, and a run that is otherwise
+untouched.
+"""
+
+import json
+import shutil
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+
+from soupkit import ExportConfig, SoupConfig
+from soupkit.bundle import open_variant
+from soupkit.checkpoint import open_checkpoint
+from soupkit.errors import TrainingError
+from soupkit.export import export_variant
+from soupkit.restore import restore
+from soupkit.tracking import SCALAR_NAMES
+from soupkit.training import SoupCallback
+from soupkit.verify import verify_family
+from tests.soup_runs import (
+    assert_equal_weights,
+    load,
+    losses_of,
+    make_trainer,
+    optimizer_state,
+    random_states,
+    rows,
+    saved_base,
+    tiny_llama,
+    weights_of,
+)
+
+EVERY_2 = SoupConfig(merge_every_n_steps=2, rank=3, gate_batches=2)
+UNGATED = SoupConfig(merge_every_n_steps=2, rank=3, gate="none")
+SAVE = {"save_strategy": "steps", "save_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return saved_base(tmp_path_factory.mktemp("base") / "base", dropout=0.1)
+
+
+def soup_steps(folder):
+    return sorted(int(path.stem[-8:]) for path in (folder / "soup").glob("state-*.json"))
+
+
+def newest_state(folder):
+    return json.loads(sorted((folder / "soup").glob("state-*.json"))[-1].read_text())
+
+
+class StopAt(TrainerCallback):
+    """Ends training at a step, as a crash between two steps would."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+@pytest.mark.parametrize("config", [EVERY_2, UNGATED], ids=["gate", "no gate"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(base, tmp_path, config):
+    """TB21, TB23, TB25, TB31, TB44: accumulation 2, a short last window, dropout, 2 epochs."""
+    whole = make_trainer(base, tmp_path / "whole", [SoupCallback(config)], **SAVE)
+    whole.train()
+    for stop in (3, 4, 5):
+        folder = tmp_path / f"stop-{stop}"
+        make_trainer(base, folder, [SoupCallback(config), StopAt(stop)], **SAVE).train()
+        resumed = make_trainer(base, folder, [SoupCallback(config)], **SAVE)
+        resumed.train(resume_from_checkpoint=True)
+        assert_equal_weights(weights_of(whole.model), weights_of(resumed.model))
+        pairs = zip(
+            optimizer_state(whole.optimizer), optimizer_state(resumed.optimizer), strict=True
+        )
+        assert all(torch.equal(*pair) for pair in pairs)
+        assert losses_of(resumed) == losses_of(whole)
+        first, second = newest_state(tmp_path / "whole"), newest_state(folder)
+        for state in (first, second):
+            for merge in state["history"]:
+                merge.pop("seconds"), merge.pop("score_seconds")
+        assert first == second
+        assert [merge["step"] for merge in first["history"]] == [4, 6, 8]
+
+
+def test_resuming_an_older_checkpoint_forgets_what_came_later(base, tmp_path):
+    folder = tmp_path / "run"
+    first = SoupCallback(EVERY_2)
+    make_trainer(base, folder, [first], **SAVE).train()
+    assert soup_steps(folder) == [0, 2, 4, 6, 8]
+    # A checkpoint at a merge point holds the merged weights: the merge at 4 is not done again.
+    again = SoupCallback(EVERY_2)
+    trainer = make_trainer(base, folder, [again], max_steps=6, **SAVE)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    assert [report.step for report in again.reports] == [6]
+    old, new = first.reports[1].to_json(), again.reports[0].to_json()
+    assert old["metric_merged"] == new["metric_merged"]
+    assert soup_steps(folder)[-1] == 6
+
+
+def test_a_resumed_checkpoint_must_be_the_one_of_the_state(base, tmp_path):
+    """TB43: the state remembers which weights it is about."""
+    folder, other = tmp_path / "run", tmp_path / "other"
+    make_trainer(base, folder, [SoupCallback(EVERY_2)], max_steps=4, **SAVE).train()
+    make_trainer(base, other, max_steps=4, learning_rate=1e-3, **SAVE).train()
+    shutil.rmtree(folder / "checkpoint-4")
+    shutil.copytree(other / "checkpoint-4", folder / "checkpoint-4")
+    trainer = make_trainer(base, folder, [SoupCallback(EVERY_2)], **SAVE)
+    with pytest.raises(TrainingError, match=r"are not those of .*state-00000004\.json"):
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+
+
+def test_a_run_whose_merges_are_all_undone_is_the_run_without_soupkit(base, tmp_path):
+    """TB26: same data order, dropout, losses, logs and weights."""
+    settings = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "no"}
+    plain = make_trainer(base, tmp_path / "plain", **settings)
+    plain.train()
+    after_plain = random_states()
+    config = SoupConfig(merge_every_n_steps=1, rank=3, gate_batches=2, feed_back=False)
+    souped = make_trainer(base, tmp_path / "souped", [SoupCallback(config)], **settings)
+    souped.train()
+    assert random_states() == after_plain
+    assert_equal_weights(weights_of(plain.model), weights_of(souped.model))
+
+    def lasting(trainer):
+        timed = ("runtime", "per_second")
+        return [
+            {key: value for key, value in row.items() if not any(t in key for t in timed)}
+            for row in trainer.state.log_history
+        ]
+
+    assert lasting(plain) == lasting(souped)
+
+
+def test_the_gate_scores_the_first_batches_of_the_evaluation_set(base, tmp_path):
+    callback = SoupCallback(EVERY_2)
+    held_out = rows(13, seed=2)
+    trainer = make_trainer(
+        base, tmp_path, [callback], eval_dataset=held_out, per_device_eval_batch_size=3, max_steps=4
+    )
+    trainer.train()
+    model = trainer.model.eval()
+    ids = torch.tensor([row["input_ids"] for row in held_out[:6]])
+    with torch.no_grad():
+        expected = float(model(input_ids=ids, labels=ids).loss)
+    report = callback.reports[-1]
+    live = report.metric_merged if report.accepted else report.metric_current
+    assert live == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_run_never_ends_worse_at_a_merge_than_the_gate_saw(base, tmp_path):
+    callback = SoupCallback(SoupConfig(merge_every_n_steps=1, rank=6, gate_batches=6))
+    make_trainer(base, tmp_path, [callback], max_steps=16, learning_rate=5e-2).train()
+    assert {report.accepted for report in callback.reports} == {True, False}
+    for report in callback.reports:
+        assert report.accepted == (report.metric_merged <= report.metric_current)
+
+
+def test_several_evaluation_sets(base, tmp_path):
+    sets = {"near": rows(6, seed=2), "far": rows(4, seed=3)}
+    for metric in ("eval_loss", "eval_far_loss"):
+        config = SoupConfig(merge_every_n_steps=2, rank=3, gate_batches=1, metric_for_best=metric)
+        callback = SoupCallback(config)
+        make_trainer(base, tmp_path / metric, [callback], eval_dataset=sets, max_steps=4).train()
+        assert callback.reports[0].metric_current > 0
+    config = SoupConfig(metric_for_best="eval_accuracy")
+    trainer = make_trainer(base, tmp_path, [SoupCallback(config)], eval_dataset=sets)
+    with pytest.raises(ValueError, match=r"eval_far_loss.*gate=\"none\""):
+        trainer.train()
+
+
+def test_without_a_gate_evaluations_choose_the_partner(base, tmp_path):
+    callback = SoupCallback(
+        SoupConfig(merge_every_n_steps=4, rank=3, gate="none", metric_for_best="eval_loss")
+    )
+    trainer = make_trainer(
+        base, tmp_path, [callback], eval_strategy="steps", eval_steps=1, max_steps=8
+    )
+    trainer.train()
+    scores = {
+        row["step"]: row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row
+    }
+    for report in callback.reports:
+        earlier = {step: score for step, score in scores.items() if step < report.step}
+        assert report.partner_step == min(earlier, key=earlier.get)
+    assert len(callback.reports) == 2
+
+
+def test_the_run_is_exported_and_the_family_is_sound(base, tmp_path):
+    family = tmp_path / "family"
+    export = ExportConfig(family=family, name="coder")
+    trainer = make_trainer(base, tmp_path / "run", [SoupCallback(EVERY_2, export=export)])
+    trainer.train()
+    assert verify_family(family) == []
+    variant = open_variant(family / "variants" / "coder").load()
+    final = weights_of(trainer.model)
+    assert torch.equal(variant.raw["model.norm.weight"], final["model.norm.weight"])
+    history = variant.manifest.history
+    assert [merge["step"] for merge in history] == [4, 6, 8]
+    restore(family, "coder", out=tmp_path / "dense")
+    logits = load(tmp_path / "dense")(input_ids=torch.arange(5)[None]).logits
+    assert torch.isfinite(logits).all()
+    # Nothing had to be saved as a base: the folder the model came from holds the step-0 weights.
+    assert not (tmp_path / "run" / "soup" / "base").exists()
+
+
+def test_a_model_without_a_folder_gets_its_step_0_weights_saved(tmp_path):
+    model = tiny_llama(seed=4)
+    start = weights_of(model)
+    family = tmp_path / "family"
+    callback = SoupCallback(EVERY_2, export=ExportConfig(family=family, name="x"))
+    trainer = make_trainer(tmp_path, tmp_path / "run", [callback], model=model, max_steps=3, **SAVE)
+    trainer.train()
+    saved = weights_of(load(tmp_path / "run" / "soup" / "base"))
+    assert_equal_weights(start, saved)
+    # A resumed run keeps that base, whatever the weights in memory are.
+    resumed = make_trainer(
+        tmp_path, tmp_path / "run", [SoupCallback(EVERY_2)], model=tiny_llama(seed=9), **SAVE
+    )
+    resumed.train(resume_from_checkpoint=True)
+    assert_equal_weights(start, weights_of(load(tmp_path / "run" / "soup" / "base")))
+    assert verify_family(family) == []
+
+
+def test_the_best_checkpoint_is_loaded_and_exported(base, tmp_path):
+    """TB33, TB37: load_best_model_at_end with save_total_limit=1 and early stopping."""
+    family = tmp_path / "family"
+    config = SoupConfig(merge_every_n_steps=2, rank=3, gate="none")
+    callback = SoupCallback(config, export=ExportConfig(family=family, name="best"))
+    trainer = make_trainer(
+        base,
+        tmp_path / "run",
+        [callback, EarlyStoppingCallback(early_stopping_patience=2)],
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        learning_rate=0.3,
+        max_steps=20,
+    )
+    trainer.train()
+    best = trainer.state.best_global_step
+    assert best < trainer.state.global_step < 20
+    left = [path.name for path in (tmp_path / "run").glob("checkpoint-*")]
+    assert left == [f"checkpoint-{best}"]
+    variant = open_variant(family / "variants" / "best").load()
+    saved = weights_of(load(tmp_path / "run" / left[0]))
+    assert torch.equal(variant.raw["model.norm.weight"], saved["model.norm.weight"])
+    # The state that belongs to the surviving checkpoint survives as well: it can be resumed.
+    resumed = make_trainer(base, tmp_path / "run", [SoupCallback(config)], max_steps=best + 3)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / left[0]))
+    assert resumed.state.global_step == best + 3
+
+
+def test_states_follow_the_rotation_of_checkpoints(base, tmp_path):
+    """TB33: nothing that a surviving checkpoint needs is deleted, and nothing else is kept."""
+    config = SoupConfig(merge_every_n_steps=2, rank=3, gate="none")
+    trainer = make_trainer(
+        base, tmp_path, [SoupCallback(config)], save_total_limit=2, max_steps=9, **SAVE
+    )
+    trainer.train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
+        "checkpoint-8",
+        "checkpoint-9",
+    ]
+    assert soup_steps(tmp_path) == [8]
+    assert [path.name for path in (tmp_path / "soup").glob("partner-*")] == [
+        "partner-00000008.safetensors"
+    ]
+
+
+def test_a_checkpoint_made_without_the_callback(base, tmp_path):
+    """TB30: with the base named it goes on, with nothing known of the base it is refused."""
+    make_trainer(base, tmp_path, max_steps=3, **SAVE).train()
+    trainer = make_trainer(base, tmp_path, [SoupCallback(EVERY_2)], **SAVE)
+    with pytest.raises(TrainingError, match="base="):
+        trainer.train(resume_from_checkpoint=True)
+    callback = SoupCallback(EVERY_2, base=base)
+    trainer = make_trainer(base, tmp_path, [callback], **SAVE)
+    trainer.train(resume_from_checkpoint=True)
+    # 4 captures.
+    assert [report.step for report in callback.reports] == [6, 8]
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_the_frameworks_restore_flag_does_not_matter(base, tmp_path, flag):
+    """TB31."""
+    settings = {**SAVE, "restore_callback_states_from_checkpoint": flag}
+    make_trainer(base, tmp_path, [SoupCallback(EVERY_2), StopAt(3)], **settings).train()
+    callback = SoupCallback(EVERY_2)
+    make_trainer(base, tmp_path, [callback], **settings).train(resume_from_checkpoint=True)
+    assert [report.step for report in callback.reports] == [4, 6, 8]
+
+
+def test_a_just_in_time_checkpoint_at_a_merge_point_merges_at_resume(base, tmp_path):
+    whole = make_trainer(base, tmp_path / "whole", [SoupCallback(EVERY_2)])
+    whole.train()
+
+    class Preempt(TrainerCallback):
+        """Stands for SIGTERM: requests the checkpoint while step 4 is taken."""
+
+        def on_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                jit.jit_manager.is_checkpoint_requested = True
+
+    callback = SoupCallback(EVERY_2, export=ExportConfig(family=tmp_path / "family", name="x"))
+    folder = tmp_path / "run"
+    trainer = make_trainer(base, folder, [callback, Preempt()], enable_jit_checkpoint=True)
+    jit = next(c for c in trainer.callback_handler.callbacks if hasattr(c, "jit_manager"))
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert callback.reports == []
+    assert not (tmp_path / "family").exists()
+    resumed = make_trainer(base, folder, [callback])
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    assert [report.step for report in callback.reports] == [4, 6, 8]
+    assert_equal_weights(weights_of(whole.model), weights_of(resumed.model))
+
+
+def test_scalars_are_written_and_not_doubled_by_a_resume(base, tmp_path):
+    make_trainer(base, tmp_path, [SoupCallback(EVERY_2)], max_steps=6, **SAVE).train()
+    make_trainer(base, tmp_path, [SoupCallback(EVERY_2)], **SAVE).train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-5")
+    )
+    events = EventAccumulator(str(tmp_path / "runs" / "soup")).Reload()
+    assert set(events.Tags()["scalars"]) == set(SCALAR_NAMES)
+    for name in SCALAR_NAMES:
+        assert [event.step for event in events.Scalars(name)] == [4, 6, 8]
+
+
+def test_trainers_that_override_the_loss_keep_theirs(base, tmp_path):
+    """As TRL's trainers do: the gate's score is the subclass's loss, and its own logs stay
+    clean.
+    """
+
+    class Derived(Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self._metrics = {"train": {}, "eval": {"seen": []}}
+
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+            if not model.training:
+                self._metrics["eval"]["seen"].append(float(loss))
+            loss = loss + 100
+            return (loss, outputs) if return_outputs else loss
+
+    callback = SoupCallback(EVERY_2)
+    trainer = make_trainer(base, tmp_path, [callback], trainer_class=Derived, max_steps=4)
+    trainer.train()
+    assert callback.reports[0].metric_current > 100
+    assert trainer._metrics["eval"]["seen"] == []
+
+
+def test_everything_is_checked_before_step_1(base, tmp_path):
+    """TB65."""
+
+    def refused(error, match, callbacks, **changes):
+        trainer = make_trainer(base, tmp_path / "run", callbacks, **changes)
+        with pytest.raises(error, match=match):
+            trainer.train()
+        assert trainer.state.global_step == 0
+
+    refused(TrainingError, "eval_dataset", [SoupCallback(EVERY_2)], eval_dataset=None)
+    refused(TrainingError, "2 SoupCallbacks", [SoupCallback(EVERY_2), SoupCallback(EVERY_2)])
+    refused(ValueError, "greater_is_better", [SoupCallback(SoupConfig(greater_is_better=True))])
+    other = saved_base(tmp_path / "other", seed=8)
+    family = tmp_path / "family"
+    export_variant(open_checkpoint(other), open_checkpoint(other), family=family, name="y")
+    export = ExportConfig(family=family, name="x")
+    refused(TrainingError, "another base", [SoupCallback(EVERY_2, export=export)])
+    (tmp_path / "file").write_text("")
+    export = ExportConfig(family=tmp_path / "file" / "family", name="x")
+    refused(TrainingError, "cannot be written|no folder", [SoupCallback(EVERY_2, export=export)])
+    refused(TrainingError, "shape", [SoupCallback(EVERY_2, base=saved_wide(tmp_path))])
+
+
+def saved_wide(tmp_path):
+    model = tiny_llama()
+    model.resize_token_embeddings(29)
+    model.save_pretrained(tmp_path / "wide")
+    return tmp_path / "wide"
+
+
+def test_the_trainer_is_found_or_attached(base, tmp_path):
+    callback = SoupCallback(EVERY_2)
+    with pytest.raises(TrainingError, match="attach"):
+        callback.on_train_begin(None, None, None)
+    trainer = make_trainer(base, tmp_path, [callback], max_steps=4)
+    assert callback.attach(trainer) is callback
+    trainer.train()
+    assert len(callback.reports) == 1
