@@ -11,7 +11,7 @@ extra rows averaged. It decides nothing: methods and weights come from the calle
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -92,17 +92,13 @@ def merge_checkpoints(
     rule.weights_for(len(checkpoints))
     shapes = _merged_shapes(base, checkpoints)
     merger = _Merger(base, checkpoints, rule)
-    done, total = 0, sum(math.prod(shape) for shape in shapes.values())
     with atomic_folder(Path(out)) as folder:
         writer = ShardWriter(folder)
-        for name, shape in shapes.items():
-            stored = base.dtype(name)
-            spec = TensorSpec(dtype if dtype and stored.is_floating_point else stored, shape)
-            writer.add_pieces(name, spec, merger.pieces(name, spec))
-            done += math.prod(shape)
-            if progress:
-                progress(name, done, total)
-        writer.close()
+        try:
+            merger.write(writer, shapes, dtype=dtype, progress=progress)
+            writer.close()
+        finally:
+            writer.abort()
         origins = _copy_companions(base, checkpoints, folder)
         if "config.json" in origins:
             config = Path(origins["config.json"]) / "config.json"
@@ -146,6 +142,24 @@ class _Merger:
         self._rule = rule
         self._weights = rule.weights_for(len(checkpoints))
         self.reports: list[MatrixReport] = []
+
+    def write(
+        self,
+        writer: ShardWriter,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        dtype: torch.dtype | None,
+        progress: Progress | None,
+    ) -> None:
+        """Add every parameter to `writer`."""
+        done, total = 0, sum(math.prod(shape) for shape in shapes.values())
+        for name, shape in shapes.items():
+            stored = self._base.dtype(name)
+            spec = TensorSpec(dtype if dtype and stored.is_floating_point else stored, shape)
+            writer.add_pieces(name, spec, self.pieces(name, spec))
+            done += math.prod(shape)
+            if progress:
+                progress(name, done, total)
 
     def pieces(self, name: str, spec: TensorSpec) -> Iterator[Tensor]:
         """The merged parameter as consecutive pieces of `spec`."""

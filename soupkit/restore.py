@@ -8,7 +8,7 @@ fused path of soupkit.serving has no such loss.
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,8 +105,19 @@ class _Restorer:
 
     def write(self, folder: Path, progress: Progress | None) -> float:
         """Fill `folder`; returns the share of the delta that rounding lost."""
-        writer = ShardWriter(folder)
         entries = [entry for entry in self._variant.manifest.tensors if entry.kind != "tied"]
+        writer = ShardWriter(folder)
+        try:
+            self._write_weights(writer, entries, progress)
+            writer.close()
+        finally:
+            writer.abort()
+        self._write_companions(folder, {entry.name: entry.shape for entry in entries})
+        return math.sqrt(self._lost / self._energy) if self._energy else 0.0
+
+    def _write_weights(
+        self, writer: ShardWriter, entries: Sequence[TensorEntry], progress: Progress | None
+    ) -> None:
         done, total = 0, sum(math.prod(entry.shape) for entry in entries)
         for entry in entries:
             stored = self._base.dtype(entry.name)
@@ -117,10 +128,6 @@ class _Restorer:
             done += math.prod(entry.shape)
             if progress:
                 progress(entry.name, done, total)
-        writer.close()
-        shapes = {entry.name: entry.shape for entry in entries}
-        self._write_companions(folder, shapes)
-        return math.sqrt(self._lost / self._energy) if self._energy else 0.0
 
     def _pieces(self, entry: TensorEntry, dtype: torch.dtype) -> Iterator[Tensor]:
         """The restored parameter as consecutive pieces in `dtype`."""

@@ -56,24 +56,23 @@ class SpooledFile:
         """
         if name in self._entries:
             raise ValueError(f"{name} was written before")
-        start = self.nbytes
+        end = self.nbytes
         for piece in pieces:
             if piece.dtype != spec.dtype:
                 raise ValueError(f"{name}: a piece is {piece.dtype}, announced as {spec.dtype}")
-            self._append(piece)
-        if self.nbytes - start != spec.nbytes:
-            raise ValueError(
-                f"{name}: {self.nbytes - start} bytes came, {spec} needs {spec.nbytes}"
-            )
-        self._entries[name] = (spec, start)
+            end += self._write(piece, end)
+        if end - self.nbytes != spec.nbytes:
+            raise ValueError(f"{name}: {end - self.nbytes} bytes came, {spec} needs {spec.nbytes}")
+        self._entries[name] = (spec, self.nbytes)
+        self.nbytes = end
 
-    def _append(self, tensor: Tensor) -> None:
+    def _write(self, tensor: Tensor, offset: int) -> int:
         data = as_bytes(tensor)
         done = 0
         while done < len(data):
             piece = data[done : done + PIECE_BYTES]
-            done += os.pwrite(self._spool.fileno(), piece, self.nbytes + done)
-        self.nbytes += len(data)
+            done += os.pwrite(self._spool.fileno(), piece, offset + done)
+        return done
 
     def finish(self, *, metadata: Mapping[str, str] | None = None) -> None:
         """Write the file and remove the spool. Raises OSError."""
@@ -174,6 +173,11 @@ class ShardWriter:
         for part, path in zip(self._shards, paths, strict=True):
             os.rename(part, path)
         return tuple(paths)
+
+    def abort(self) -> None:
+        """Drop what is unfinished; for the way out of an error, and harmless after close()."""
+        if self._open is not None:
+            self._open.close()
 
     def _finish_shard(self, file: SpooledFile) -> None:
         # transformers refuses weights whose metadata does not say which framework wrote them.
