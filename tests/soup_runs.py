@@ -127,3 +127,73 @@ def reference_merge(
         return (left[:, :rank] * values[:rank]) @ right[:rank]
 
     return start + (1 - weight) * cut(now - start) + weight * cut(best - start)
+
+
+class AccelerateLoop:
+    """An Accelerate loop with accumulation 2, dropout, shuffled data and a Soup in it."""
+
+    def __init__(self, base: Path, folder: Path, config, *, export=None, with_soup: bool = True):
+        from accelerate import Accelerator
+        from accelerate.utils import ProjectConfiguration, set_seed
+        from torch.utils.data import DataLoader
+
+        from soupkit.training import Soup
+
+        set_seed(5)
+        self.accelerator = Accelerator(
+            cpu=True,
+            gradient_accumulation_steps=2,
+            project_config=ProjectConfiguration(
+                project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=2
+            ),
+        )
+        self.export = export
+        self.inner = load(base)
+        optimizer = torch.optim.AdamW(self.inner.parameters(), lr=1e-2)
+        data = [torch.tensor(row["input_ids"]) for row in rows(28, seed=1)]
+        generator = torch.Generator().manual_seed(7)
+        train = DataLoader(data, batch_size=2, shuffle=True, generator=generator)
+        held_out = DataLoader(
+            [torch.tensor(row["input_ids"]) for row in rows(8, seed=2)], batch_size=2
+        )
+        self.model, self.optimizer, self.train_loader, self.held_out = self.accelerator.prepare(
+            self.inner, optimizer, train, held_out
+        )
+        self.seen: list[list[int]] = []
+        self.soup = None
+        if with_soup:
+            self.soup = Soup(
+                self.model,
+                optimizer=self.optimizer,
+                config=config,
+                accelerator=self.accelerator,
+                evaluate=self.held_out_loss,
+            )
+
+    def held_out_loss(self) -> float:
+        """Of this rank's share only: Soup takes the mean over ranks."""
+        losses = [self.model(input_ids=batch, labels=batch).loss for batch in self.held_out]
+        return float(torch.stack(losses).mean())
+
+    def train(self, stop: int, *, start: int = 0, save_at: tuple[int, ...] = ()) -> None:
+        """Optimizer steps start + 1 .. stop, whole epochs of them counted from step 0."""
+        step = 0
+        self.model.train()
+        while step < stop:
+            for batch in self.train_loader:
+                skip = step < start
+                with self.accelerator.accumulate(self.model):
+                    if not skip:
+                        self.seen.append(batch[0].tolist())
+                        loss = self.model(input_ids=batch, labels=batch).loss
+                        self.accelerator.backward(loss)
+                        self.optimizer.step()
+                        if self.soup is not None:
+                            self.soup.step()
+                        self.optimizer.zero_grad()
+                if self.accelerator.sync_gradients:
+                    step += 1
+                    if step in save_at and not skip:
+                        self.accelerator.save_state()
+                    if step >= stop:
+                        break
