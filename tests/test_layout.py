@@ -24,7 +24,11 @@ LAYER = {
 
 # Packages that only the named files may import, and not at all in L1.
 ONLY_IN = {
-    "transformers": {"soupkit/training/trainer.py", "soupkit/serving/engine.py"},
+    "transformers": {
+        "soupkit/training/trainer.py",
+        "soupkit/serving/engine.py",
+        "soupkit/serving/pretrained.py",
+    },
     "accelerate": {"soupkit/training/accelerate.py"},
     "peft": set(),
     "deepspeed": set(),

@@ -1,4 +1,6 @@
-"""Variants inside a model: equal to dense models, out again without a trace, refused where they cannot act."""
+"""Variants inside a model: equal to dense models, out again without a trace, refused where they
+cannot act.
+"""
 
 import math
 from pathlib import Path
@@ -30,7 +32,8 @@ def bank_of(model: Any) -> VariantBank:
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Qwen3 has q_norm and k_norm on [batch, tokens, heads, head_dim] and here biases; its head is its own.
+    # Qwen3 has q_norm and k_norm on [batch, tokens, heads, head_dim] and here biases; its head is
+    # its own.
     return make_family(
         tmp_path_factory.mktemp(request.param), kind=request.param, tied=request.param == "llama"
     )
@@ -81,7 +84,9 @@ def test_close_leaves_the_plain_base(root: Path, served: Any) -> None:
 
 @torch.no_grad()
 def test_rows_of_one_batch_do_not_see_each_other(root: Path, served: Any) -> None:
-    """Token-wise modules only, so rows of all variants can be mixed in one call and compared one by one."""
+    """Token-wise modules only, so rows of all variants can be mixed in one call and compared one by
+    one.
+    """
     bank = bank_of(served)
     slots = [-1, *load_all(bank, root).values()]
     generator = torch.Generator().manual_seed(3)
@@ -97,7 +102,9 @@ def test_rows_of_one_batch_do_not_see_each_other(root: Path, served: Any) -> Non
     together = act(x)
     for at, slot in enumerate(mixed):
         bank.set_batch([slot], [slot])
-        torch.testing.assert_close(together[:, at : at + 1], act(x[:, at : at + 1]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            together[:, at : at + 1], act(x[:, at : at + 1]), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_an_occupied_slot_is_never_overwritten(root: Path, served: Any) -> None:
@@ -123,7 +130,9 @@ def test_what_cannot_act_is_refused_by_name_and_changes_nothing(served: Any) -> 
     bad_vocabulary = {"model.embed_tokens.weight": torch.zeros(999, hidden)}
     with pytest.raises(ServingError, match=r"model\.embed_tokens\.weight.*vocabulary"):
         bank.load(0, good, bad_vocabulary)
-    with pytest.raises(ServingError, match=r"'nowhere\.weight': the base model has no such parameter"):
+    with pytest.raises(
+        ServingError, match=r"'nowhere\.weight': the base model has no such parameter"
+    ):
         bank.load(0, {**good, "nowhere.weight": good[next(iter(good))]}, {})
     name = "model.layers.1.mlp.down_proj.weight"
     with pytest.raises(ServingError, match=f"{name}.*stored shape"):
@@ -147,7 +156,9 @@ def test_a_variant_that_unties_the_head_acts_apart(tmp_path: Path) -> None:
         got = model(input_ids=ids).logits
         old = reference.get_parameter(embed).detach()
         reference.lm_head.weight = nn.Parameter(old + decode_tensor(head, signs[head], shape))
-        reference.model.embed_tokens.weight = nn.Parameter(old + decode_tensor(embed, signs[embed], shape))
+        reference.model.embed_tokens.weight = nn.Parameter(
+            old + decode_tensor(embed, signs[embed], shape)
+        )
         torch.testing.assert_close(got, reference(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
 
 
@@ -159,7 +170,9 @@ def test_a_tie_the_base_does_not_have_is_refused(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_embeddings_that_scale_and_norms_after_a_transpose_work() -> None:
-    """Gemma 3: a scaled embedding class of its own, and q_norm on [batch, heads, tokens, head_dim]."""
+    """Gemma 3: a scaled embedding class of its own, and q_norm on [batch, heads, tokens,
+    head_dim].
+    """
     config = Gemma3TextConfig(
         vocab_size=64,
         hidden_size=32,
@@ -217,7 +230,9 @@ def test_modules_that_mix_tokens_are_not_token_wise() -> None:
 
 
 def test_a_conv1d_of_gpt2_is_refused_by_name() -> None:
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=32, n_embd=16, n_layer=1, n_head=2))
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=32, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    )
     name = "transformer.h.0.attn.c_attn.weight"
     with pytest.raises(ServingError, match=rf"{name}.*not in Conv1D"):
         bank_of(model.eval()).load(0, {name: sign_of("w", (16, 48))}, {})
@@ -247,6 +262,12 @@ def test_raw_matrices_and_biases_act_per_row() -> None:
     old, b = layer[1].weight, layer[1].bias
     signed = old + decode_tensor("w", sign_of("w", (5, 6)), (5, 6))
     expected = torch.stack(
-        [weight @ x[0] + b, old @ x[1] + bias, signed @ x[2] + bias, old @ x[3] + b, weight @ x[4] + b]
+        [
+            weight @ x[0] + b,
+            old @ x[1] + bias,
+            signed @ x[2] + bias,
+            old @ x[3] + b,
+            weight @ x[4] + b,
+        ]
     )
     torch.testing.assert_close(layer(ids)[0], expected, rtol=1e-5, atol=math.ldexp(1, -18))

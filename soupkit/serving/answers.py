@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 from soupkit.errors import ServingError
 
+from .generation import Generation, Scored
 from .jobs import End
 from .openai import ApiError, usage
 from .router import VariantUnavailable
 from .sampling import Token
-from .service import Generation, Scored, Service
+from .service import Service
 from .text import TextStream
 
 Kind = Literal["text_completion", "chat.completion"]

@@ -1,5 +1,4 @@
-"""The family on disk as the server sees it: names, digests, folders, and the files beside the
-weights.
+"""The family on disk as the server sees it: names, digests, bundles.
 
 family.json is looked at whenever names are asked for and read again when its stamp changed, so a
 variant that was just exported appears without a restart. If it turns unreadable the last good
@@ -7,39 +6,12 @@ reading stands.
 """
 
 import logging
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from soupkit.bundle import Family, LoadedVariant, VariantRef, open_family, open_variant
-from soupkit.checkpoint import Checkpoint
-from soupkit.errors import BundleError, ServingError
+from soupkit.errors import BundleError
 
 logger = logging.getLogger(__name__)
-
-# Settings of config.json that do not change what a forward pass computes.
-HARMLESS = frozenset(
-    {
-        "_attn_implementation",
-        "_name_or_path",
-        "architectures",
-        "attn_implementation",
-        "bos_token_id",
-        "dtype",
-        "eos_token_id",
-        "id2label",
-        "initializer_range",
-        "label2id",
-        "num_labels",
-        "pad_token_id",
-        "problem_type",
-        "tie_word_embeddings",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
-)
 
 
 class Catalog:
@@ -107,31 +79,3 @@ class Catalog:
         except OSError:
             return None
         return stat.st_mtime_ns, stat.st_size, stat.st_ino
-
-
-def with_companions(base: Checkpoint, folder: Path, read: Callable[[Path], Any]) -> Any:
-    """Calls `read` on a folder that holds the base's companion files, those of a variant in their
-    place.
-    """
-    files = dict(base.files())
-    for name in open_variant(folder).manifest.companions:
-        files[name] = folder / name
-    with tempfile.TemporaryDirectory(prefix="soupkit-text-") as overlay:
-        for name, path in files.items():
-            (Path(overlay) / name).symlink_to(path.resolve())
-        return read(Path(overlay))
-
-
-def check_config(variant: dict[str, Any], base: dict[str, Any], *, name: str) -> None:
-    """Refuses a variant whose configuration makes the model compute something else.
-
-    Raises:
-        ServingError: naming the first setting that differs.
-    """
-    for key in sorted(variant.keys() | base.keys()):
-        if key in HARMLESS or "dropout" in key or variant.get(key) == base.get(key):
-            continue
-        raise ServingError(
-            f"variant {name!r}: config.json sets {key}={variant.get(key)!r}, the base "
-            f"{base.get(key)!r}; it cannot share a batch with the base: serve the restored model"
-        )

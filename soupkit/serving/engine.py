@@ -13,19 +13,11 @@ Not here: queues in front (router.py), which slots hold what (cache.py), text (t
 
 import itertools
 import threading
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    ContinuousBatchingConfig,
-    GenerationConfig,
-)
+from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import RequestStatus
 
 from soupkit.errors import ServingError
@@ -306,42 +298,3 @@ class _Outputs:
     def fail_and_deliver(self, state: Any, error: Exception) -> None:
         state.status, state.error = RequestStatus.FAILED, str(error)
         self._engine._on_output(state.to_generation_output())
-
-
-@dataclass(frozen=True, slots=True)
-class TextSetup:
-    """What turns a model's tokens into text, from the files beside its weights."""
-
-    tokenizer: Any
-    stop_tokens: frozenset[int]
-    config: dict[str, Any]
-
-
-def load_model(path: Path, *, device: str, dtype: torch.dtype) -> Any:
-    """The base as a causal LM in eval mode, attention by torch's sdpa; no remote code."""
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
-    )
-    return model.to(device).eval().requires_grad_(False)
-
-
-def load_text_setup(folder: Path) -> TextSetup:
-    """Reads tokenizer, stop tokens and configuration of a folder; no remote code.
-
-    Raises:
-        ServingError: there is no tokenizer.
-    """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ServingError(
-            f"{folder.name}: no usable tokenizer ({error}); save one there"
-        ) from error
-    stop = config.eos_token_id
-    if (folder / "generation_config.json").is_file():
-        stop = GenerationConfig.from_pretrained(folder).eos_token_id
-    if stop is None:
-        stop = tokenizer.eos_token_id
-    ids = [] if stop is None else [stop] if isinstance(stop, int) else stop
-    return TextSetup(tokenizer, frozenset(i for i in ids if i >= 0), config.to_dict())

@@ -136,7 +136,6 @@ class CompletionRequest(_Request):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
-        if self.prompt and isinstance(self.prompt[0], int):
             return [self.prompt]
             return [self.prompt]
         return list(self.prompt)  # type: ignore[arg-type]  # likewise

@@ -10,9 +10,10 @@ from soupkit.bundle import VariantRef
 from soupkit.errors import SoupkitError
 
 from .answers import Answer, Choice
+from .generation import Generation
 from .openai import MAX_CHOICES, ApiError, ChatRequest, CompletionRequest
 from .router import BASE_DIGEST
-from .service import Generation, Service
+from .service import Service
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -103,7 +104,7 @@ async def _model(service: Service, name: str) -> tuple[VariantRef | None, Any]:
         message = f"the model {name!r} does not exist; there are {', '.join(service.names())}"
         raise ApiError(404, message, param="model", code="model_not_found") from None
     try:
-        return ref, await service.text_of(ref)
+        return ref, await service.texts.of(ref)
     except (SoupkitError, OSError, ValueError) as error:
         message = f"variant {name!r} cannot be served: {error}"
         raise ApiError(503, message, code="variant_unavailable") from error

@@ -11,55 +11,26 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from soupkit.bundle import LoadedVariant, VariantRef, open_variant
+from soupkit.bundle import LoadedVariant, VariantRef
 from soupkit.checkpoint import Checkpoint
 from soupkit.errors import ServingError, SoupkitError
 
 from .cache import DeltaCache, Evicted
-from .catalog import Catalog, check_config, with_companions
+from .catalog import Catalog
+from .generation import Generation, Scored
 from .jobs import End, Job
 from .metrics import Metrics
 from .patches import BASE_SLOT
 from .router import BASE_DIGEST, Limits, Phase, Router, Ticket
-from .sampling import Sampling, Token
+from .sampling import Token
+from .texts import Texts
 
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """Log-probabilities of the prompt, before any generated token."""
-
-    tokens: list[Token]
-
-
-Event = Token | Scored | End | ServingError
-
-
-@dataclass(slots=True, eq=False)
-class Generation(Ticket):
-    """One sequence on its way through the server; its events end with End or an error."""
-
-    model: str
-    tokens: tuple[int, ...]
-    max_tokens: int  # 0: nothing but the prompt's log-probabilities
-    sampling: Sampling
-    stop_tokens: frozenset[int]
-    score_prompt: bool
-    events: "asyncio.Queue[Event]" = field(default_factory=asyncio.Queue)
-    created: float = field(default_factory=time.monotonic)
-    job: str | None = None
-    slot: int = BASE_SLOT
-    started: bool = False
-    cancelled: bool = False
-    over: bool = False
-    first_token: bool = True
 
 
 class Service:
@@ -83,9 +54,8 @@ class Service:
         self.metrics = Metrics()
         self.router = Router(DeltaCache(cache_bytes), self, clock=time.monotonic, limits=limits)
         self.draining = False
-        self.text = read_text(base.path)  # of the base
-        self._base, self._read_text, self._pin = base, read_text, pin
-        self._texts: dict[tuple[str, str], Any] = {}
+        self.texts = Texts(catalog, base, read_text)
+        self._pin = pin
         self._refs: dict[str, VariantRef] = {}  # digest -> a variant that has it
         self._loaded: dict[str, LoadedVariant] = {}  # between load and install
         self._began: dict[str, float] = {}
@@ -145,21 +115,6 @@ class Service:
         metrics.running.set(self.router.num_running)
         metrics.ready.set(self.ready)
         return metrics.render()
-
-    async def text_of(self, ref: VariantRef | None) -> Any:
-        """Tokenizer and stop tokens of a model. Raises SoupkitError where the variant cannot be
-        read.
-        """
-        if ref is None:
-            return self.text
-        key = (ref.path, ref.digest)
-        if key not in self._texts:
-            found = await asyncio.get_running_loop().run_in_executor(
-                self._loaders, partial(self._read_variant_text, ref)
-            )
-            live = {(r.path, r.digest) for r in self.catalog.variants.values()}
-            self._texts = {k: v for k, v in self._texts.items() if k in live} | {key: found}
-        return self._texts[key]
 
     def submit(self, generations: list[Generation]) -> None:
         """Starts requests, all or none. Raises QueueFull, VariantUnavailable, ServingError."""
@@ -314,14 +269,6 @@ class Service:
                 after(future)
 
         self._the_loop.run_in_executor(pool, work).add_done_callback(done)
-
-    def _read_variant_text(self, ref: VariantRef) -> Any:
-        folder = self.catalog.family.folder(ref.name)
-        if not open_variant(folder).manifest.companions:
-            return self.text
-        found = with_companions(self._base, folder, self._read_text)
-        check_config(found.config, self.text.config, name=ref.name)
-        return found
 
     def _refresh(self) -> None:
         if self.catalog.refresh():

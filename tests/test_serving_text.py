@@ -1,0 +1,115 @@
+"""Sampling against exact distributions, and text that streams to the same string as decoding at
+once.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from soupkit.serving.sampling import Chooser, Sampling, Token, choose
+from soupkit.serving.text import TextStream
+from tests.serving_kit import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+
+
+def shares(logits: list[float], sampling: Sampling, *, draws: int = 4000) -> torch.Tensor:
+    """How often each token is chosen."""
+    chooser = Chooser(sampling)
+    rows = torch.tensor(logits).expand(draws, -1)
+    ids, _ = choose(rows, [chooser] * draws)
+    return torch.bincount(ids, minlength=len(logits)).float() / draws
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(seed=1), [0.5, 0.3, 0.15, 0.05]),
+        (Sampling(seed=1, top_k=2), [0.625, 0.375, 0, 0]),
+        (Sampling(seed=1, top_p=0.79), [0.625, 0.375, 0, 0]),
+        (Sampling(seed=1, top_p=0.81), [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]),
+        (Sampling(seed=1, top_k=3, top_p=0.5), [1, 0, 0, 0]),
+        (Sampling(seed=1, temperature=0.5), [0.25, 0.09, 0.0225, 0.0025]),
+        (Sampling(seed=1, temperature=1e-6), [1, 0, 0, 0]),
+        (Sampling(temperature=0.0), [1, 0, 0, 0]),
+        (Sampling(seed=1, top_p=1e-9), [1, 0, 0, 0]),
+    ],
+)
+def test_tokens_are_drawn_with_the_right_shares(sampling: Sampling, expected: list[float]) -> None:
+    target = torch.tensor(expected) / sum(expected)
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
+    # Four standard errors of 4000 draws.
+    assert (shares(logits, sampling) - target).abs().max() < 4 * (0.25 / 4000) ** 0.5
+
+
+def test_rows_do_not_depend_on_each_other() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(6, 50)
+    settings = [Sampling(seed=i, top_p=0.8 if i % 2 else 1.0, temperature=i / 3) for i in range(6)]
+    together = choose(logits, [Chooser(s) for s in settings])[0].tolist()
+    alone = [int(choose(logits[i : i + 1], [Chooser(s)])[0]) for i, s in enumerate(settings)]
+    assert together == alone
+
+
+def test_a_row_of_nan_is_told_apart() -> None:
+    logits = torch.tensor([[0.0, 1.0], [float("nan"), 1.0], [2.0, 1.0]])
+    ids, tokens = choose(
+        logits, [Chooser(Sampling(seed=0)), Chooser(Sampling()), Chooser(Sampling(0.0))]
+    )
+    assert tokens[1] is None
+    assert tokens[2] == Token(0)
+    assert ids.tolist()[2] == 0
+
+
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -1}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": -1}, {"logprobs": 21}]
+)
+def test_sampling_checks_itself(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Sampling(**bad)  # type: ignore[arg-type]
+
+
+TEXTS = st.text(st.sampled_from("abAB \n.é漢🙂\u0301"), max_size=30)
+
+
+@given(text=TEXTS)
+@settings(max_examples=200, deadline=None)
+def test_pieces_join_to_the_whole_text(text: str) -> None:
+    ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    stream = TextStream(TOKENIZER)
+    pieces = [stream.push(token) for token in ids]
+    assert "".join(pieces) + stream.finish() == TOKENIZER.decode(ids) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(
+    text=TEXTS, stops=st.lists(st.text("abAB .漢", min_size=1, max_size=4), min_size=1, max_size=3)
+)
+@settings(max_examples=200, deadline=None)
+def test_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> None:
+    ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    stream, got = TextStream(TOKENIZER, stop=stops), ""
+    for token in ids:
+        got += stream.push(token)
+        # What was given out can be kept: it never contains a stop string or has to be taken back.
+        assert text.startswith(got)
+        assert not any(stop in got for stop in stops)
+        if stream.stopped:
+            break
+    got += stream.finish()
+    # The first moment any stop string is complete decides, as in a generation that ends there.
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    assert stream.stopped is bool(ends)
+    if ends:
+        seen = text[: min(ends)]
+        assert got == seen[: min(seen.find(stop) for stop in stops if stop in seen)]
+    else:
+        assert got == text
+
+
+def test_half_a_character_at_the_end_is_given_out_as_it_is() -> None:
+    ids = TOKENIZER("é", add_special_tokens=False)["input_ids"]
+    stream = TextStream(TOKENIZER)
+    assert stream.push(ids[0]) == ""
+    assert stream.finish() == "\ufffd"
