@@ -9,6 +9,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from soupkit import ExportConfig, SoupConfig
+from soupkit.bundle import open_variant
 from soupkit.errors import TrainingError
 from soupkit.verify import verify_family
 from tests.soup_runs import (
@@ -64,6 +65,30 @@ def test_a_loop_that_is_loaded_goes_on_bit_for_bit(base, tmp_path):
     report = second.soup.finish(export=ExportConfig(family=family, name="loop"))
     assert report.name == "loop"
     assert verify_family(family) == []
+
+
+def test_a_checkpoint_that_is_loaded_at_the_end_is_what_is_exported(base, tmp_path):
+    loop = AccelerateLoop(base, tmp_path, CONFIG)
+    loop.train(4, save_at=(3,))
+    loop.accelerator.load_state(str(tmp_path / "checkpoints" / "checkpoint_0"))
+    family = tmp_path / "family"
+    loop.soup.finish(export=ExportConfig(family=family, name="best"))
+    variant = open_variant(family / "variants" / "best").load()
+    name = "model.norm.weight"
+    assert torch.equal(variant.raw[name], weights_of(loop.inner)[name])
+    # Nothing was trained on from there, so nothing is forgotten.
+    assert steps_of(tmp_path, "state") == [2, 4]
+
+
+def test_a_run_may_go_back_to_a_checkpoint(base, tmp_path):
+    loop = AccelerateLoop(base, tmp_path, CONFIG)
+    loop.train(5, save_at=(3,))
+    assert [report.step for report in loop.soup.reports] == [4]
+    loop.accelerator.load_state(str(tmp_path / "checkpoints" / "checkpoint_0"))
+    assert loop.soup.num_steps == 3
+    loop.soup.step()
+    assert [report.step for report in loop.soup.reports] == [4]
+    assert steps_of(tmp_path, "state") == [2, 4]
 
 
 def test_a_checkpoint_without_our_mark_asks_for_the_step(base, tmp_path):

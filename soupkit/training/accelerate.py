@@ -92,6 +92,7 @@ class Soup:
         self._optimizer = optimizer
         self._run: SoupRun | None = None
         self._unmarked: str | None = None
+        self._rewound_to: int | None = None
         self._has_begun = base is None and _has_state(optimizer)
         self._preparation = Preparation(
             model,
@@ -152,7 +153,13 @@ class Soup:
         Raises:
             TrainingError: training went on already, or state and weights do not belong together.
         """
-        self._resume(step, check_weights=True)
+        if self._run is not None:
+            raise TrainingError(
+                f"soup has counted to step {self.num_steps} already: resume before the first step()"
+            )
+        self._unmarked = None
+        self._run = self._start(step, check_weights=True)
+        self.num_steps = step
 
     def save(self, folder: str | Path) -> None:
         """Leave the step in `folder`, beside a checkpoint of your own; the state that belongs to it
@@ -174,7 +181,7 @@ class Soup:
         """Resume at the step that save left in `folder`; call it when the model holds that
         checkpoint's weights.
         """
-        self._resume(_read_mark(Path(folder)), check_weights=True)
+        self.resume(_read_mark(Path(folder)))
 
     def finish(self, export: ExportConfig | None = None) -> ExportReport | None:
         """End the run, and export the weights it ends with if asked to.
@@ -182,7 +189,9 @@ class Soup:
         Returns:
             The report of the export, or None.
         """
-        run = self._begun()
+        # A checkpoint that was loaded last, the best say, is what the run ends with.
+        loaded_at_end = self._run if self._rewound_to is not None else None
+        run = loaded_at_end or self._begun()
         try:
             if export is None:
                 return None
@@ -195,30 +204,30 @@ class Soup:
                 hook.remove()
 
     def _begun(self) -> SoupRun:
-        if self._run is None:
-            if self._unmarked is not None:
-                raise TrainingError(
-                    f"the checkpoint {self._unmarked} was made without soupkit, so its step is not "
-                    f"known: call "
-                    "soup.resume(step) after load_state"
-                )
+        if self._unmarked is not None:
+            raise TrainingError(
+                f"the checkpoint {self._unmarked} was made without soupkit, so its step is not "
+                "known: call soup.resume(step) after load_state"
+            )
+        if self._rewound_to is not None:
+            self._run = self._rewind(self._rewound_to)
+        elif self._run is None:
             if self._has_begun:
                 raise TrainingError(
                     "the optimizer had taken steps when Soup was built, so the weights were not "
-                    "those of step 0: "
-                    "build Soup before loading the checkpoint, or pass base= and call "
-                    "soup.resume(step)"
+                    "those of step 0: build Soup before loading the checkpoint, or pass base= and "
+                    "call soup.resume(step)"
                 )
             self._run = self._start(0, check_weights=False)
         return self._run
 
-    def _resume(self, step: int, *, check_weights: bool) -> None:
+    def _rewind(self, step: int) -> SoupRun:
+        """Go on after `step` of a loaded checkpoint; what came later is forgotten only now."""
         if self._run is not None:
-            raise TrainingError(
-                f"soup has counted to step {self.num_steps} already: resume before the first step()"
-            )
-        self._run = self._start(step, check_weights=check_weights)
-        self.num_steps = step
+            self._run.close()
+        self._rewound_to = None
+        self.reports = [report for report in self.reports if report.step <= step]
+        return self._start(step, check_weights=False)
 
     def _start(self, step: int, *, check_weights: bool) -> SoupRun:
         return self._preparation.start(
@@ -235,11 +244,14 @@ class Soup:
         self.save(output_dir)
 
     def _on_load_state(self, models: Any, input_dir: str) -> None:
+        """Note the step; the weights are loaded after this hook, and may be loaded to be exported
+        only.
+        """
         if not (Path(input_dir) / MARK_NAME).exists():
             self._unmarked = input_dir
             return
-        # The weights are loaded after this hook, so they cannot be compared here.
-        self._resume(_read_mark(Path(input_dir)), check_weights=False)
+        self._unmarked = None
+        self._rewound_to = self.num_steps = _read_mark(Path(input_dir))
 
     @property
     def _list_path(self) -> Path:

@@ -190,6 +190,8 @@ class SoupRun:
                 restore(self.store, saved)
             raise
         accepted = not trial.reason and self._judge.accepts(trial.current, trial.merged)
+        # Of the slowest rank, so that every rank has the same report.
+        spent = self.ranks.gather((time.perf_counter() - started, trial.score_seconds))
         report = MergeReport(
             step=step,
             partner_step=partner.step,
@@ -199,8 +201,8 @@ class SoupRun:
             metric_current=trial.current,
             metric_merged=trial.merged,
             reason=trial.reason,
-            seconds=time.perf_counter() - started,
-            score_seconds=trial.score_seconds,
+            seconds=max(seconds for seconds, _ in spent),
+            score_seconds=max(seconds for _, seconds in spent),
             matrices=trial.matrices,
         )
         with held_interrupts():
