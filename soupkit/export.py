@@ -248,7 +248,7 @@ class _VariantWriter:
                 planes=self._planes,
                 scale_axis=self._scale,
                 bytes=encoded.nbytes,
-                residual_energy=lost / energy,
+                residual_energy=min(1.0, lost / energy),
             )
         )
 

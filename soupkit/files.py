@@ -142,10 +142,17 @@ def make_pending_folder(parent: Path) -> tuple[Path, int]:
     open.
     """
     folder = Path(tempfile.mkdtemp(prefix=PENDING_PREFIX, dir=parent))
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    # mkdtemp gives 0700: a server that runs as another user must be able to read the result.
-    os.fchmod(descriptor, 0o755)
+    descriptor = -1
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # mkdtemp gives 0700: a server that runs as another user must be able to read the result.
+        os.fchmod(descriptor, 0o755)
+    except BaseException:
+        os.rmdir(folder)
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise
     return folder, descriptor
 
 

@@ -234,7 +234,7 @@ def _entry(item: Any) -> TensorEntry:
     )
     energy = item["residual_energy"]
     _need(
-        type(energy) in (int, float) and 0 <= energy < math.inf,
+        type(energy) in (int, float) and 0 <= energy <= 1,
         f"gives {name!r} the residual energy {energy!r}",
     )
     _need(is_count(item["bytes"]), f"gives {name!r} {item['bytes']!r} bytes")
