@@ -1,5 +1,7 @@
 """BitDelta's equations as algorithms.md 1.7 and 1.8 state them, in float64 numpy."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -157,7 +159,7 @@ def test_more_planes_never_lose_more(shape: tuple[int, int, int], scale: Scale) 
     energies = [
         residual_energy(delta, encode(delta, scale=scale, planes=planes)) for planes in (1, 2, 3, 4)
     ]
-    assert all(b <= a + 1e-7 for a, b in zip(energies, energies[1:], strict=False))
+    assert all(b <= a + 1e-7 for a, b in pairwise(energies))
 
 
 @settings(deadline=None, max_examples=20)
@@ -166,9 +168,9 @@ def test_planes_are_bitdelta_applied_to_the_residual(
     shape: tuple[int, int, int], scale: Scale
 ) -> None:
     delta = gaussian(*shape[:2], seed=shape[2])
-    encoded = encode(delta, scale=scale, planes=3)
+    encoded = encode(delta, scale=scale, planes=2)
     residual = delta
-    for plane in range(3):
+    for plane in range(2):
         one = encode(residual, scale=scale)
         assert torch.equal(one.signs[0], encoded.signs[plane])
         torch.testing.assert_close(one.scale[0], encoded.scale[plane], rtol=1e-5, atol=1e-7)

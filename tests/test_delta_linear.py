@@ -63,7 +63,7 @@ class Case:
         return torch.from_numpy(y).reshape(*x.shape[:-1], -1)
 
     def plain_torch(self, x: torch.Tensor, index: torch.Tensor, *, bias: bool) -> torch.Tensor:
-        """What torch makes of the effective weights in x's dtype: the yardstick of the tolerance."""
+        """What torch makes of the effective weights in x's dtype: the yardstick."""
         flat, rows = x.reshape(-1, x.shape[-1]), index.reshape(-1).tolist()
         y = [
             F.linear(
@@ -168,7 +168,7 @@ def test_one_hot_tokens_read_one_column_each() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_tokens", [6, 200])
 def test_variants_do_not_leak_into_each_other(dtype: torch.dtype, num_tokens: int) -> None:
-    """NaN and infinite tokens, scales and weights of one variant leave every other row as it was."""
+    """NaN tokens and infinite scales of one variant leave every other row as it was."""
     case = Case(24, 50, dtype, planes=(1, 2, 1))
     x, index = case.tokens(num_tokens)
     clean = delta_linear(x, case.weight, case.packed, case.scale, index)

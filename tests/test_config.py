@@ -1,0 +1,114 @@
+"""Settings check themselves and name what is wrong."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from soupkit.config import ExportConfig, SoupConfig, check_variant_name
+
+
+def test_defaults_are_those_of_the_readme() -> None:
+    config = SoupConfig()
+    assert (config.merge_every_n_steps, config.start_after_step) == (1000, 0)
+    assert (config.method, config.rank, config.energy) == ("svd_mean", 64, None)
+    assert (config.weight, config.feed_back, config.gate) == (0.5, True, "metric")
+    assert (config.gate_batches, config.metric_for_best) == (8, "eval_loss")
+    assert (config.greater_is_better, config.optimizer_state, config.seed) == (False, "keep", 0)
+
+
+def test_energy_alone_takes_the_place_of_the_rank() -> None:
+    assert SoupConfig(energy=0.95).rank is None
+    assert SoupConfig(rank=8).energy is None
+    assert SoupConfig(method="monosoup").rank is None
+    assert SoupConfig(method="monosoup", energy=0.8).energy == 0.8
+    assert SoupConfig(method="mean").rank is None
+
+
+def test_settings_are_frozen_and_can_be_replaced() -> None:
+    config = SoupConfig(include=["attn"])  # type: ignore[arg-type]
+    assert config.include == ("attn",)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.rank = 3  # type: ignore[misc]
+    assert dataclasses.replace(config, merge_every_n_steps=5).rank == 64
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("merge_every_n_steps", 0, "merge_every_n_steps=0: must be >= 1"),
+        ("merge_every_n_steps", 2.5, "whole number"),
+        ("merge_every_n_steps", True, "whole number"),
+        ("start_after_step", -1, ">= 0"),
+        ("stop_after_step", 0, ">= 1"),
+        ("method", "median", "'svd_mean', 'monosoup', 'mean'"),
+        ("rank", 0, "rank=0: must be >= 1"),
+        ("rank", "8", "whole number"),
+        ("energy", 0.0, "0 < value <= 1"),
+        ("energy", 1.1, "0 < value <= 1"),
+        ("energy", float("nan"), "finite"),
+        ("weight", 0.0, "0 < value < 1"),
+        ("weight", 1.0, "0 < value < 1"),
+        ("weight", float("inf"), "finite"),
+        ("gate", "maybe", "'metric', 'none'"),
+        ("gate_batches", 0, ">= 1"),
+        ("metric_for_best", "", "eval_loss"),
+        ("optimizer_state", "zero", "'keep', 'reset'"),
+        ("feed_back", "yes", "True, False"),
+        ("seed", -1, ">= 0"),
+        ("include", "attn", "tuple of regular expressions"),
+        ("exclude", ("(",), "no regular expression"),
+    ],
+)
+def test_every_field_refuses_with_value_and_limit(field: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=field) as caught:
+        SoupConfig(**{field: value})  # type: ignore[arg-type]
+    assert message in str(caught.value)
+
+
+def test_rank_and_energy_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="one of the two"):
+        SoupConfig(rank=8, energy=0.9)
+
+
+@pytest.mark.parametrize("name", ["coder", "a", "0", "A.b_c-1", "x" * 128])
+def test_good_variant_names(name: str) -> None:
+    assert check_variant_name(name) == name
+    assert ExportConfig(family="family", name=name).name == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "base", ".hidden", "-x", "_x", "a/b", "a\\b", "..", "a b", "a\n", "ä", "x" * 129, 3, None],
+)
+def test_bad_variant_names(name: str) -> None:
+    with pytest.raises(ValueError, match="choose another name"):
+        check_variant_name(name)
+    with pytest.raises(ValueError, match="choose another name"):
+        ExportConfig(family="family", name=name)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"planes": 0}, r"planes=0: must be in 1\.\.4"),
+        ({"planes": 5}, r"planes=5: must be in 1\.\.4"),
+        ({"scale": "col"}, "'row', 'matrix'"),
+        ({"family": ""}, "family"),
+    ],
+)
+def test_export_settings_refuse(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ExportConfig(**{"family": Path("family"), "name": "coder", **change})  # type: ignore[arg-type]
+
+
+def test_importing_soupkit_loads_nothing_heavy() -> None:
+    heavy = ("torch", "numpy", "transformers", "triton", "deepspeed", "accelerate")
+    code = f"import sys, soupkit; sys.exit(' '.join({set(heavy)} & sys.modules.keys()) or 0)"
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
