@@ -6,8 +6,9 @@ Not here: anything that knows what a tensor means.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,10 +55,31 @@ def squared_norm(tensor: Tensor) -> float:
 @contextmanager
 def full_precision(tensor: Tensor) -> Iterator[None]:
     """Keep float32 products float32: no autocast, TF32 or bfloat16 passes; no gradients either."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    restore = _demand_float32()
     try:
         with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
             yield
     finally:
-        torch.set_float32_matmul_precision(precision)
+        restore()
+
+
+def _demand_float32() -> Callable[[], None]:
+    """Ask for exact float32 matmuls; returns what puts the caller's settings back."""
+    backends: list[Any] = [
+        torch.backends.cuda.matmul,
+        getattr(torch.backends.mkldnn, "matmul", None),
+    ]
+    if not all(hasattr(backend, "fp32_precision") for backend in backends):  # torch < 2.9
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        return lambda: torch.set_float32_matmul_precision(precision)
+    # A backend at a time: reading the common setting raises once a caller has set a backend's own.
+    before = [backend.fp32_precision for backend in backends]
+    for backend in backends:
+        backend.fp32_precision = "ieee"
+
+    def restore() -> None:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+
+    return restore

@@ -179,12 +179,39 @@ def test_full_precision_undoes_the_callers_settings_and_restores_them() -> None:
     exact = a @ a
     before = torch.get_float32_matmul_precision()
     try:
+        for precision in ("medium", "high", "highest"):
+            torch.set_float32_matmul_precision(precision)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                assert (a @ a).dtype == torch.bfloat16
+                with full_precision(a):
+                    assert torch.equal(a @ a, exact)
+                assert (a @ a).dtype == torch.bfloat16
+            assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_full_precision_works_where_one_backend_has_a_setting_of_its_own() -> None:
+    """torch raises when the common setting is read then; Trainer's tf32=True sets one so."""
+    matmul = torch.backends.cuda.matmul
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("this torch has only the common setting")
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        with full_precision(torch.zeros(1)):
+            assert matmul.fp32_precision == "ieee"
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_full_precision_restores_after_an_error() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
         torch.set_float32_matmul_precision("medium")
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert (a @ a).dtype == torch.bfloat16
-            with full_precision(a):
-                assert torch.equal(a @ a, exact)
-            assert (a @ a).dtype == torch.bfloat16
+        with pytest.raises(KeyError), full_precision(torch.zeros(1)):
+            raise KeyError
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
