@@ -228,7 +228,11 @@ class TensorFileWriter:
         self._missing = {name: spec.nbytes for name, spec in specs.items()}
         self._data_start = 8 + len(raw)
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by close()
-        self._write(len(raw).to_bytes(8, "little") + raw, 0)
+        try:
+            self._write(len(raw).to_bytes(8, "little") + raw, 0)
+        except BaseException:
+            self._file.close()
+            raise
 
     def _write(self, data: bytes | memoryview, offset: int) -> None:
         view = memoryview(data)

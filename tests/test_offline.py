@@ -1,0 +1,204 @@
+"""Promises of soupkit.offline: the merge in memory, on disk, loadable by transformers."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from soupkit import dense
+from soupkit.checkpoint import open_checkpoint
+from soupkit.errors import CheckpointError, MergeError
+from soupkit.merge import MergeRule, merge_deltas
+from soupkit.offline import REPORT_NAME, merge_checkpoints
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+GATE = "model.layers.0.mlp.gate_proj.weight"
+
+
+@pytest.fixture(scope="session")
+def fine_tunes(base_folder, make_finetune, tmp_path_factory):
+    root = tmp_path_factory.mktemp("fine_tunes")
+    return [make_finetune(root / f"ft{seed}", base_folder, seed=seed) for seed in (1, 2, 3)]
+
+
+def merge(base, checkpoints, out, rule, **options):
+    opened = [open_checkpoint(one) for one in checkpoints]
+    return merge_checkpoints(open_checkpoint(base), opened, out=out, rule=rule, **options)
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+RULES = {
+    "mean": MergeRule("mean"),
+    "weighted mean": MergeRule("mean", weights=(3.0, 1.0, 0.5)),
+    "svd_mean": MergeRule("svd_mean", rank=3),
+    "svd_mean by energy": MergeRule("svd_mean", energy=0.7, weights=(1.0, 2.0, 1.0)),
+    "monosoup": MergeRule("monosoup"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_result_is_the_merge_in_memory(base_folder, fine_tunes, tmp_path, rule):
+    report = merge(base_folder, fine_tunes, tmp_path / "out", rule)
+    base, found = weights(base_folder), weights(tmp_path / "out")
+    assert set(found) == set(base)
+    for name, start in base.items():
+        deltas = [weights(folder)[name] - start for folder in fine_tunes]
+        wanted = start + merge_deltas(name, deltas, rule)[0]
+        torch.testing.assert_close(found[name], wanted, rtol=1e-6, atol=1e-7)
+    assert [matrix.name for matrix in report.matrices] == sorted(base)
+
+
+def test_mean_and_full_rank_are_the_average_of_the_weights(base_folder, fine_tunes, tmp_path):
+    merge(base_folder, fine_tunes[:2], tmp_path / "mean", MergeRule("mean"))
+    merge(base_folder, fine_tunes[:2], tmp_path / "full", MergeRule("svd_mean", rank=999))
+    one, other = (weights(folder) for folder in fine_tunes[:2])
+    for out in ("mean", "full"):
+        for name, found in weights(tmp_path / out).items():
+            torch.testing.assert_close(found, (one[name] + other[name]) / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_transformers_loads_the_result(base_folder, fine_tunes, tmp_path):
+    merge(base_folder, fine_tunes, tmp_path / "out", MergeRule("svd_mean", rank=4))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.tie_word_embeddings is True
+    assert torch.equal(model.lm_head.weight, weights(tmp_path / "out")[EMBEDDING])
+    with torch.no_grad():
+        assert torch.isfinite(model(torch.arange(8).reshape(1, 8)).logits).all()
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_blocks_of_rows_change_nothing(base_folder, fine_tunes, tmp_path, monkeypatch, rows):
+    rule = MergeRule("mean", weights=(1.0, 2.0, 3.0))
+    whole = merge(base_folder, fine_tunes, tmp_path / "whole", rule)
+    monkeypatch.setattr(dense, "BLOCK_ENTRIES", rows * 24)
+    cut = merge(base_folder, fine_tunes, tmp_path / "cut", rule)
+    one, other = weights(tmp_path / "whole"), weights(tmp_path / "cut")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    for before, after in zip(whole.matrices, cut.matrices, strict=True):
+        assert after.shape == before.shape
+        assert after.delta_norms == pytest.approx(before.delta_norms, rel=1e-6)
+        assert after.merged_norm == pytest.approx(before.merged_norm, rel=1e-6)
+        assert after.cosine == pytest.approx(before.cosine, abs=1e-6)
+
+
+def test_dtype_of_the_result_is_the_bases_or_the_one_asked_for(make_llama, make_finetune, tmp_path):
+    base = make_llama(tmp_path / "base", dtype=torch.bfloat16)
+    ft = make_finetune(tmp_path / "ft", base)
+    merge(base, [ft], tmp_path / "same", MergeRule("mean"))
+    assert {one.dtype for one in weights(tmp_path / "same").values()} == {torch.bfloat16}
+    # One checkpoint's mean is itself, through float32 and back.
+    ours = weights(ft)
+    assert all(torch.equal(one, ours[name]) for name, one in weights(tmp_path / "same").items())
+    merge(base, [ft], tmp_path / "wide", MergeRule("mean"), dtype=torch.float32)
+    assert {one.dtype for one in weights(tmp_path / "wide").values()} == {torch.float32}
+    assert json.loads((tmp_path / "wide" / "config.json").read_text())["dtype"] == "float32"
+
+
+def resize(rows, fill):
+    def edit(tensors):
+        tensors[EMBEDDING] = torch.cat([tensors[EMBEDDING], torch.full((rows, 24), fill)])
+
+    return edit
+
+
+def test_rows_beyond_the_bases_vocabulary_are_averaged(base_folder, make_finetune, tmp_path):
+    fine_tunes = [
+        make_finetune(tmp_path / f"ft{i}", base_folder, seed=i, edit=resize(2, fill))
+        for i, fill in ((1, 1.0), (2, 5.0))
+    ]
+    rule = MergeRule("svd_mean", rank=2, weights=(3.0, 1.0))
+    merge(base_folder, fine_tunes, tmp_path / "out", rule)
+    found = weights(tmp_path / "out")[EMBEDDING]
+    base = weights(base_folder)[EMBEDDING]
+    deltas = [weights(folder)[EMBEDDING][:99] - base for folder in fine_tunes]
+    common = base + merge_deltas(EMBEDDING, deltas, rule)[0]
+    torch.testing.assert_close(found[:99], common, rtol=1e-6, atol=1e-7)
+    assert torch.equal(found[99:], torch.full((2, 24), 2.0))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.vocab_size == 101
+
+
+def test_smaller_vocabularies_merge_their_common_rows(base_folder, make_finetune, tmp_path):
+    def shrink(tensors):
+        tensors[EMBEDDING] = tensors[EMBEDDING][:90]
+
+    ft = make_finetune(tmp_path / "ft", base_folder, edit=shrink)
+    merge(base_folder, [ft], tmp_path / "out", MergeRule("mean"))
+    torch.testing.assert_close(weights(tmp_path / "out")[EMBEDDING], weights(ft)[EMBEDDING])
+
+
+def test_vocabularies_that_differ_are_refused_with_their_sizes(
+    base_folder, make_finetune, tmp_path
+):
+    one = make_finetune(tmp_path / "one", base_folder, edit=resize(1, 0.0))
+    two = make_finetune(tmp_path / "two", base_folder, edit=resize(2, 0.0))
+    with pytest.raises(CheckpointError, match=r"one \(100, 24\), two \(101, 24\).*\(99, 24\)"):
+        merge(base_folder, [one, two], tmp_path / "out", MergeRule("mean"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_untied_head_is_merged_against_the_tied_matrix(base_folder, make_finetune, tmp_path):
+    def edit(tensors):
+        tensors[HEAD] = tensors[EMBEDDING] + 1.0
+
+    untied = make_finetune(
+        tmp_path / "ft", base_folder, edit=edit, config={"tie_word_embeddings": False}
+    )
+    merge(base_folder, [untied, base_folder], tmp_path / "out", MergeRule("mean"))
+    found = weights(tmp_path / "out")[HEAD]
+    wanted = (weights(untied)[HEAD] + weights(base_folder)[EMBEDDING]) / 2
+    torch.testing.assert_close(found, wanted)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(model.lm_head.weight, found)
+
+
+def test_faults_leave_nothing_behind(base_folder, fine_tunes, make_finetune, tmp_path):
+    def edit(tensors):
+        tensors[GATE][1, 1] = float("inf")
+
+    broken = make_finetune(tmp_path / "broken", base_folder, edit=edit)
+    with pytest.raises(MergeError, match=GATE):
+        merge(base_folder, [fine_tunes[0], broken], tmp_path / "out", MergeRule("mean"))
+    with pytest.raises(ValueError, match="2 weights for 3 deltas"):
+        merge(base_folder, fine_tunes, tmp_path / "out", MergeRule("mean", weights=(1.0, 2.0)))
+    with pytest.raises(ValueError, match="no checkpoints"):
+        merge(base_folder, [], tmp_path / "out", MergeRule("mean"))
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+
+
+def test_companions_are_the_checkpoints_where_they_agree(base_folder, make_finetune, tmp_path):
+    folders = [make_finetune(tmp_path / name, base_folder) for name in ("one", "two")]
+    for folder in folders:
+        (folder / "chat_template.jinja").write_text("same")
+        (folder / "tokenizer_config.json").write_text(folder.name)
+    (folders[0] / "merges.txt").write_text("only here")
+    report = merge(base_folder, folders, tmp_path / "out", MergeRule("mean"))
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "same"
+    theirs = (base_folder / "tokenizer_config.json").read_text()
+    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == theirs
+    assert not (tmp_path / "out" / "merges.txt").exists()
+    assert report.companions["tokenizer_config.json"] == str(base_folder)
+
+
+def test_report_on_disk_tells_the_rule_and_every_matrix(base_folder, fine_tunes, tmp_path):
+    rule = MergeRule("svd_mean", rank=2, weights=(1.0, 1.0, 2.0))
+    seen = []
+    merge(
+        base_folder,
+        fine_tunes,
+        tmp_path / "out",
+        rule,
+        progress=lambda name, done, total: seen.append((done, total)),
+    )
+    document = json.loads((tmp_path / "out" / REPORT_NAME).read_text())
+    assert document["base"] == str(base_folder)
+    assert document["checkpoints"] == [str(folder) for folder in fine_tunes]
+    assert document["rule"]["weights"] == [0.25, 0.25, 0.5]
+    assert {matrix["name"] for matrix in document["matrices"]} == set(weights(base_folder))
+    assert all(len(matrix["delta_norms"]) == 3 for matrix in document["matrices"])
+    assert seen[-1][0] == seen[-1][1]

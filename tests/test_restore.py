@@ -1,0 +1,183 @@
+"""Promises of soupkit.restore: W_base + sum scale * sign, loadable by transformers."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from soupkit.checkpoint import open_checkpoint
+from soupkit.errors import BundleError, CheckpointError
+from soupkit.export import export_variant
+from soupkit.restore import restore
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TOKENS = torch.arange(1, 21).reshape(2, 10)
+
+
+def export(base, finetuned, family, **options):
+    return export_variant(
+        open_checkpoint(base),
+        open_checkpoint(finetuned),
+        family=family,
+        name="v",
+        companions=finetuned,
+        **options,
+    )
+
+
+def oracle(base, finetuned, *, planes=1):
+    """W_base + sum_p mean|r_p| sign(r_p) by rows in numpy, straight from the definition."""
+    ours, theirs = (load_file(one / "model.safetensors") for one in (finetuned, base))
+    restored = {}
+    for name, tensor in ours.items():
+        source = theirs.get(name, theirs[EMBEDDING])
+        if tensor.ndim == 1 or tensor.shape != source.shape:
+            restored[name] = tensor.float()
+            continue
+        start = source.float().numpy().astype(np.float64)
+        residual = tensor.float().numpy().astype(np.float64) - start
+        total = start
+        for _ in range(planes):
+            scale = np.abs(residual).mean(axis=1, keepdims=True).astype(np.float32)
+            plane = scale * np.where(residual >= 0, 1.0, -1.0)
+            total, residual = total + plane, residual - plane
+        restored[name] = torch.from_numpy(total).float()
+    return restored
+
+
+def logits(folder, **options):
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+@pytest.mark.parametrize("planes", [1, 2])
+def test_logits_are_those_of_the_definition(base_folder, finetuned_folder, tmp_path, planes):
+    export(base_folder, finetuned_folder, tmp_path / "f", planes=planes)
+    report = restore(tmp_path / "f", "v", out=tmp_path / "dense")
+    wanted = oracle(base_folder, finetuned_folder, planes=planes)
+    found = load_file(tmp_path / "dense" / "model.safetensors")
+    assert set(found) == set(wanted)
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-6, atol=1e-7)
+    model = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32)
+    model.load_state_dict(wanted, strict=False)
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+    torch.testing.assert_close(logits(tmp_path / "dense"), expected, rtol=1e-5, atol=1e-6)
+    assert report.rounding_loss == 0.0
+
+
+def test_unchanged_model_comes_back_bit_for_bit(base_folder, tmp_path):
+    export(base_folder, base_folder, tmp_path / "f")
+    restore(tmp_path / "f", "v", out=tmp_path / "dense")
+    wanted = load_file(base_folder / "model.safetensors")
+    found = load_file(tmp_path / "dense" / "model.safetensors")
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_rounding_loss_is_what_the_narrow_dtype_loses(base_folder, finetuned_folder, tmp_path):
+    export(base_folder, finetuned_folder, tmp_path / "f")
+    report = restore(tmp_path / "f", "v", out=tmp_path / "dense", dtype=torch.bfloat16)
+    exact = oracle(base_folder, finetuned_folder)
+    base = load_file(base_folder / "model.safetensors")
+    lost = energy = 0.0
+    for name, weight in exact.items():
+        if weight.ndim == 2:
+            lost += float((weight.bfloat16().double() - weight.double()).square().sum())
+            energy += float((weight.double() - base[name].double()).square().sum())
+    assert report.rounding_loss == pytest.approx(math.sqrt(lost / energy), rel=1e-3)
+    found = load_file(tmp_path / "dense" / "model.safetensors")
+    assert {one.dtype for one in found.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "dense" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert logits(tmp_path / "dense").dtype == torch.bfloat16
+
+
+def test_untied_fine_tune_of_a_tied_base_loads_untied(base_folder, make_finetune, tmp_path):
+    def edit(tensors):
+        tensors[HEAD] = tensors[EMBEDDING] + 0.1
+
+    untied = {"tie_word_embeddings": False}
+    finetuned = make_finetune(tmp_path / "ft", base_folder, edit=edit, config=untied)
+    export(base_folder, finetuned, tmp_path / "f")
+    restore(tmp_path / "f", "v", out=tmp_path / "dense")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    assert model.config.tie_word_embeddings is False
+    wanted = oracle(base_folder, finetuned)
+    torch.testing.assert_close(model.lm_head.weight.detach(), wanted[HEAD], rtol=1e-6, atol=1e-7)
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+
+
+def test_newly_tied_fine_tune_of_an_untied_base_loads_untied(make_llama, base_folder, tmp_path):
+    untied = make_llama(tmp_path / "base", tied=False)
+    export(untied, base_folder, tmp_path / "f")
+    restore(tmp_path / "f", "v", out=tmp_path / "dense")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    stored = load_file(tmp_path / "dense" / "model.safetensors")
+    assert torch.equal(model.lm_head.weight, stored[HEAD])
+
+
+def test_resized_vocabulary_loads_with_its_rows(base_folder, make_finetune, tmp_path):
+    def edit(tensors):
+        tensors[EMBEDDING] = torch.cat([tensors[EMBEDDING], torch.ones(3, 24)])
+
+    finetuned = make_finetune(tmp_path / "ft", base_folder, edit=edit)
+    # Without a fitting config.json from the fine-tune the base's is corrected.
+    export_variant(
+        open_checkpoint(base_folder),
+        open_checkpoint(finetuned),
+        family=tmp_path / "f",
+        name="v",
+    )
+    restore(tmp_path / "f", "v", out=tmp_path / "dense")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    assert model.config.vocab_size == 102
+    wanted = load_file(finetuned / "model.safetensors")[EMBEDDING]
+    assert torch.equal(model.model.embed_tokens.weight, wanted)
+
+
+def test_companions_are_the_variants_over_the_bases(base_folder, make_finetune, tmp_path):
+    finetuned = make_finetune(tmp_path / "ft", base_folder)
+    (finetuned / "chat_template.jinja").write_text("{{ messages }}")
+    export(base_folder, finetuned, tmp_path / "f")
+    restore(tmp_path / "f", "v", out=tmp_path / "dense")
+    assert (tmp_path / "dense" / "chat_template.jinja").read_text() == "{{ messages }}"
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "dense" / name).read_bytes() == (base_folder / name).read_bytes()
+
+
+def test_damaged_companion_is_refused_and_leaves_nothing(base_folder, make_finetune, tmp_path):
+    finetuned = make_finetune(tmp_path / "ft", base_folder)
+    (finetuned / "chat_template.jinja").write_text("{{ messages }}")
+    report = export(base_folder, finetuned, tmp_path / "f")
+    (report.path / "chat_template.jinja").write_text("{{ other }}")
+    with pytest.raises(BundleError, match=r"chat_template\.jinja: damaged"):
+        restore(tmp_path / "f", "v", out=tmp_path / "dense")
+    assert not (tmp_path / "dense").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_base_can_be_moved_but_not_changed(make_llama, make_finetune, tmp_path):
+    base = make_llama(tmp_path / "base")
+    export(base, make_finetune(tmp_path / "ft", base), tmp_path / "f")
+    moved = shutil.move(base, tmp_path / "moved")
+    with pytest.raises(CheckpointError, match=r"cannot be opened.*--base"):
+        restore(tmp_path / "f", "v", out=tmp_path / "dense")
+    other = make_llama(tmp_path / "other", seed=4)
+    with pytest.raises(BundleError, match="is not the base of"):
+        restore(tmp_path / "f", "v", out=tmp_path / "dense", base=other)
+    restore(tmp_path / "f", "v", out=tmp_path / "dense", base=moved)
+
+
+def test_existing_folder_is_not_overwritten(base_folder, tmp_path):
+    export(base_folder, base_folder, tmp_path / "f")
+    (tmp_path / "dense").mkdir()
+    (tmp_path / "dense" / "mine").touch()
+    with pytest.raises(FileExistsError, match="exists already"):
+        restore(tmp_path / "f", "v", out=tmp_path / "dense")
+    assert [path.name for path in (tmp_path / "dense").iterdir()] == ["mine"]
