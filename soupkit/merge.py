@@ -153,7 +153,9 @@ def merge_deltas(
                 )
                 for index in range(batches[0].shape[0])
             ]
-            merged = from_matrices(name, torch.stack([part.matrix for part in parts]), shape)
+            # One matrix needs no copy into a stack.
+            merged = torch.stack([p.matrix for p in parts]) if len(parts) > 1 else parts[0].matrix
+            merged = from_matrices(name, merged, shape)
     check_finite(name, merged)
     total = math.fsum(part.total for part in parts)
     return merged, MatrixReport(

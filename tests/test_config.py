@@ -1,6 +1,7 @@
 """Settings check themselves and name what is wrong."""
 
 import dataclasses
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,7 @@ def test_settings_are_frozen_and_can_be_replaced() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.rank = 3  # type: ignore[misc]
     assert dataclasses.replace(config, merge_every_n_steps=5).rank == 64
+    assert pickle.loads(pickle.dumps(config)) == config
 
 
 @pytest.mark.parametrize(
