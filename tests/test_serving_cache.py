@@ -36,6 +36,7 @@ class Fake:
     failed: list[tuple[Ticket, ServingError]] = field(default_factory=list)
     holds: dict[int, str] = field(default_factory=dict)  # slot -> digest, as an engine would
     num_loads: Counter[str] = field(default_factory=Counter)
+    last: dict[str, int] = field(default_factory=dict)  # digest -> number of the latest that ran
 
     def load(self, digest: str) -> None:
         assert digest not in self.loading, "two loads of one variant"
@@ -54,6 +55,9 @@ class Fake:
         assert self.holds.pop(evicted.slot) == evicted.digest
 
     def run(self, ticket: Ticket, slot: int | None) -> None:
+        if isinstance(ticket, Numbered):
+            assert ticket.number > self.last.get(ticket.digest, -1), "order within a variant"
+            self.last[ticket.digest] = ticket.number
         if ticket.digest == BASE_DIGEST:
             assert slot is None
         else:
@@ -64,6 +68,13 @@ class Fake:
 
     def fail(self, ticket: Ticket, error: ServingError) -> None:
         self.failed.append((ticket, error))
+
+
+@dataclass(slots=True, eq=False)
+class Numbered(Ticket):
+    """A request that knows its place in the order of arrival."""
+
+    number: int = 0
 
 
 class Clock:
@@ -252,9 +263,6 @@ class RouterMachine(RuleBasedStateMachine):
         super().__init__()
         self.router, self.fake, self.clock = make()
         self.open: list[Ticket] = []  # accepted, no answer yet
-        self.answered: Counter[int] = Counter()
-        self.order: dict[str, list[Ticket]] = {}
-        self.num_started: Counter[str] = Counter()
         self.pinned: frozenset[str] = frozenset()
         self.known = set(SIZES)
         self.seen = 0
@@ -263,7 +271,8 @@ class RouterMachine(RuleBasedStateMachine):
     def submit(self, digest: str, count: int) -> None:
         if digest != BASE_DIGEST and digest not in self.known:
             return
-        tickets = [Ticket(digest) for _ in range(count)]
+        tickets = [Numbered(digest, self.seen + i) for i in range(count)]
+        self.seen += count
         before = self.router.num_waiting
         try:
             self.router.submit(tickets)

@@ -333,6 +333,36 @@ def test_an_unknown_model_is_404_and_never_the_base(client: openai.OpenAI, url: 
     assert "not JSON" in broken.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"model": "base", "prompt": "\\ud800"}',
+        '{"model": "base", "prompt": "x", "temperature": NaN}',
+        '{"model": "base", "prompt": "x", "top_p": Infinity}',
+        '{"model": "base", "prompt": "x", "n": true}',
+        '{"model": "base", "prompt": "x", "seed": 99999999999999999999}',
+        '{"model": "base", "prompt": [[]]}',
+        '{"model": "base", "prompt": [-1]}',
+        '{"model": "../../etc", "prompt": "x"}',
+        '{"model": "base\\u0000", "prompt": "x"}',
+        '{"model": "base", "prompt": "x", "stop": [1]}',
+        '{"model": "base", "prompt": "x", "stream_options": {"odd": 1}, "stream": true}',
+        "[]",
+        "null",
+        '"text"',
+    ],
+)
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_hostile_bodies_get_a_client_error_in_openais_shape(
+    url: str, route: str, text: str
+) -> None:
+    header = {"content-type": "application/json"}
+    answer = httpx.post(f"{url}/v1/{route}", content=text, headers=header, timeout=WAIT)
+    assert answer.status_code in (400, 404), answer.text
+    assert answer.json()["error"]["message"]
+    assert httpx.get(f"{url}/ready").status_code == 200
+
+
 def test_health_ready_and_metrics(url: str, client: openai.OpenAI) -> None:
     client.completions.create(model="matrix", prompt="x", max_tokens=2, temperature=0)
     assert httpx.get(f"{url}/health").json() == {"status": "alive"}

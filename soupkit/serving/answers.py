@@ -225,7 +225,7 @@ def unavailable(error: VariantUnavailable) -> ApiError:
 
 async def _merged(choices: list[Choice], service: Service) -> AsyncIterator[tuple[Choice, Piece]]:
     """Pieces of all choices as they come; an error of one ends all."""
-    queue: asyncio.Queue[tuple[Choice, Piece] | ApiError | None] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[Choice, Piece] | Exception | None] = asyncio.Queue()
 
     async def read(choice: Choice) -> None:
         try:
@@ -233,7 +233,7 @@ async def _merged(choices: list[Choice], service: Service) -> AsyncIterator[tupl
                 async for piece in pieces:
                     queue.put_nowait((choice, piece))
             queue.put_nowait(None)
-        except ApiError as error:
+        except Exception as error:  # noqa: BLE001 - raised again by the reader of the queue
             queue.put_nowait(error)
 
     tasks = [asyncio.create_task(read(choice)) for choice in choices]
@@ -241,7 +241,7 @@ async def _merged(choices: list[Choice], service: Service) -> AsyncIterator[tupl
         left = len(tasks)
         while left:
             item = await queue.get()
-            if isinstance(item, ApiError):
+            if isinstance(item, Exception):
                 raise item
             if item is None:
                 left -= 1

@@ -1,11 +1,12 @@
 """Requests of several variants -> tokens, on transformers' continuous batching.
 
-What continuous batching lacks is added at four seams of its manager, all held by contract tests and
+What continuous batching lacks is added at five seams of its manager, all held by contract tests and
 found on transformers 5.24 (`generation/continuous_batching`):
   prepare_batch_tensors     the slot of every row is set beside the batch's tensors
   ModelRunner._sample       the next token by each request's own settings (sampling.py)
   clear_cancelled_requests  a cancelled request gets its terminal event, once nothing computes for
   it mark_as_stopped           if the thread ends, every open request is told
+  PagedAttentionCache.update  what is not finite stays out of other sequences (guard.py)
 Prefix sharing is off: its blocks are keyed by tokens only, and one variant would read another's.
 CUDA graphs are off: a replay would skip the first two seams.
 Not here: queues in front (router.py), which slots hold what (cache.py), text (text.py).
@@ -22,6 +23,7 @@ from transformers.generation.continuous_batching import RequestStatus
 
 from soupkit.errors import ServingError
 
+from .guard import KeyValueGuard
 from .jobs import Deliver, End, Job, Record
 from .layers import VariantBank
 from .memory import KVPlan
@@ -29,6 +31,7 @@ from .patches import BASE_SLOT
 from .sampling import Token, choose, describe
 
 PAGE_TOKENS = 16
+NOT_FINITE = "the model's numbers overflowed; this variant or its dtype cannot answer this prompt"
 
 
 class Engine:
@@ -48,9 +51,8 @@ class Engine:
         config = model.config.get_text_config()
         self.max_running = max_running
         self.vocab_size: int = config.vocab_size
-        self.max_context = min(
-            getattr(config, "max_position_embeddings", plan.kv_tokens), plan.kv_tokens
-        )
+        positions = getattr(config, "max_position_embeddings", None) or plan.kv_tokens
+        self.max_context: int = min(positions, plan.kv_tokens)
         self.num_tokens = 0
         self._model = model
         self._bank = VariantBank(
@@ -60,6 +62,7 @@ class Engine:
         self._lock = threading.Lock()
         self._ids = itertools.count()
         self._batch: list[Record] = []  # those of the current batch that get a token, in order
+        self._owners: list[Record] = []  # of each token of the current batch
         self._stopped = False
         self._manager = self._make_manager(plan)
 
@@ -85,6 +88,7 @@ class Engine:
         with torch.no_grad():
             processor = manager.batch_processor = manager._create_batch_processor()
         inputs, scheduler = processor.inputs_and_outputs, processor.scheduler
+        self._guard = KeyValueGuard(processor.cache, device=self._model.device)
         self._prepare, inputs.prepare_batch_tensors = inputs.prepare_batch_tensors, self._on_prepare
         processor.model_runner._sample = self._on_sample
         self._clear, scheduler.clear_cancelled_requests = (
@@ -117,10 +121,11 @@ class Engine:
         """Puts a checked variant (`bundle.LoadedVariant`) into an empty slot; see
         `VariantBank.load`.
         """
-        entries = variant.manifest.tensors
-        tied = {entry.name: entry.source for entry in entries if entry.kind == "tied"}
-        own = frozenset(entry.name for entry in entries) - tied.keys()
-        self._bank.load(slot, variant.signs, variant.raw, own=own, tied=tied)
+        self._bank.load(slot, variant.signs, variant.raw, **_ties(variant))
+
+    def check(self, variant: Any) -> None:
+        """Raises ServingError, naming the tensor, if `load` would refuse the variant."""
+        self._bank.check(variant.signs, variant.raw, **_ties(variant))
 
     def free(self, slot: int) -> None:
         """Empties a slot. Raises ServingError while a job still uses it."""
@@ -173,6 +178,8 @@ class Engine:
             raise ServingError(
                 "prompt log-probabilities need sdpa attention, which this model lacks"
             )
+        if not self.alive:
+            raise ServingError("the engine has stopped; restart the server")
         ids = torch.tensor([tokens], device=self._model.device)
         with self._manager.pause(), torch.no_grad():
             self._bank.set_batch([slot] * len(tokens), [slot] * len(tokens))
@@ -211,17 +218,19 @@ class Engine:
     def _on_prepare(self, requests_in_batch: list[Any], **rest: Any) -> None:
         self._prepare(requests_in_batch=requests_in_batch, **rest)
         records = [self._records[future.state.request_id] for future in requests_in_batch]
-        token_slots: list[int] = []
-        for record, future in zip(records, requests_in_batch, strict=True):
-            token_slots += [record.job.slot] * future.query_length
         pairs = list(zip(records, requests_in_batch, strict=True))
+        self._owners = [record for record, future in pairs for _ in range(future.query_length)]
         self._batch = [record for record, future in pairs if future.has_new_token]
-        head_slots = [record.job.slot for record in self._batch]
         # The head is given a row per request; those past the ones with a new token read token 0.
-        head_slots += [token_slots[0]] * (len(records) - len(head_slots))
-        self._bank.set_batch(token_slots, head_slots)
+        heads = self._batch + [self._owners[0]] * (len(records) - len(self._batch))
+        self._bank.set_batch(
+            [record.job.slot for record in self._owners], [record.job.slot for record in heads]
+        )
+        self._guard.begin(len(self._owners))
 
     def _on_sample(self, scores: Tensor, output_ids: Tensor) -> None:
+        for position in self._guard.broken_tokens():
+            self._owners[position].fail(NOT_FINITE)
         batch = self._batch
         if not batch:
             return
@@ -229,7 +238,7 @@ class Engine:
         output_ids[0, : len(batch)].copy_(ids)
         for record, token in zip(batch, tokens, strict=True):
             if token is None:
-                record.fate = record.fate or End("error", "the model's logits are not a number")
+                record.fail(NOT_FINITE)
             else:
                 record.fresh.append(token)
 
@@ -280,6 +289,13 @@ class Engine:
     def _fail_open(self, reason: str) -> None:
         for key in list(self._records):
             self._finish(key, End("error", reason))
+
+
+def _ties(variant: Any) -> dict[str, Any]:
+    """What a manifest says about shared parameters, as `VariantBank.load` takes it."""
+    entries = variant.manifest.tensors
+    tied = {entry.name: entry.source for entry in entries if entry.kind == "tied"}
+    return {"tied": tied, "own": frozenset(entry.name for entry in entries) - tied.keys()}
 
 
 class _Outputs:

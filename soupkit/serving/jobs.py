@@ -40,3 +40,7 @@ class Record:
         self.fresh: list[Token] = []  # chosen, not yet delivered
         self.num_sent = 0
         self.fate: End | None = None  # how it ends early
+
+    def fail(self, reason: str) -> None:
+        """Ends it with an error, unless it is ending early already."""
+        self.fate = self.fate or End("error", reason)

@@ -50,6 +50,7 @@ class VariantBank:
         self.batch: Batch | None = None
         self._model = model
         self._head = head
+        self._device = next(model.parameters()).device
         self._axes = token_axes(model, vocab_size=vocab_size)
         self._patches: dict[str, Patch] = {}
         self._occupied: set[int] = set()
@@ -77,9 +78,8 @@ class VariantBank:
             return
         unknown = [slot for slot in active if slot not in self._occupied]
         assert not unknown, f"slots {unknown} hold no variant"
-        device = next(self._model.parameters()).device
         tokens, heads = (
-            Rows(torch.tensor(slots, dtype=torch.int64), active, device)
+            Rows(torch.tensor(slots, dtype=torch.int64), active, self._device)
             for slots in (token_slots, head_slots)
         )
         self.batch = Batch(active, tokens, heads)
@@ -108,27 +108,19 @@ class VariantBank:
         """
         if slot in self._occupied or slot < 0:
             raise ValueError(f"slot {slot} is occupied or negative; free it first")
-        own = frozenset(self._full_name(name) for name in own)
-        for name, source in (tied or {}).items():
-            target = self._parameters.get(self._full_name(name))
-            if target is None or target is not self._parameters.get(self._full_name(source or "")):
-                raise ServingError(
-                    f"tensor {name!r}: the variant ties it to {source!r}, the base does not; "
-                    "serve the restored model instead"
-                )
         plan: dict[str, Entry] = {}
-        for name, sign in signs.items():
-            for module_name, _ in self._places(name, own, self._check_sign, sign):
-                plan.setdefault(module_name, Entry()).sign = self._on_device(sign)
-        for name, tensor in raw.items():
-            for module_name, local in self._places(name, own, self._check_raw, tensor):
+        for module_name, local, value in self._resolve(signs, raw, own, tied or {}):
+            entry = plan.setdefault(module_name, Entry())
+            if isinstance(value, SignDelta):
+                entry.sign = self._on_device(value)
+            else:
                 like = self._parameters[_join(module_name, local)]
-                moved = tensor.to(device=like.device, dtype=like.dtype)
-                plan.setdefault(module_name, Entry()).raw[local] = moved
+                entry.raw[local] = value.to(device=like.device, dtype=like.dtype)
         self._build_clones(plan)
-        if any(p.is_cuda for p in self._parameters.values()):
+        device = self._device
+        if device.type == "cuda":
             # The copies above must have landed before any batch names the slot.
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         for module_name, entry in plan.items():
             self._patch(module_name).slots[slot] = entry
         self._occupied.add(slot)
@@ -148,6 +140,42 @@ class VariantBank:
         self._patches.clear()
         self._occupied.clear()
         self.batch = None
+
+    def check(
+        self,
+        signs: Mapping[str, SignDelta],
+        raw: Mapping[str, Tensor],
+        *,
+        own: frozenset[str] = frozenset(),
+        tied: Mapping[str, str | None] | None = None,
+    ) -> None:
+        """Raises what `load` would raise about the tensors; changes and copies nothing."""
+        self._resolve(signs, raw, own, tied or {})
+
+    def _resolve(
+        self,
+        signs: Mapping[str, SignDelta],
+        raw: Mapping[str, Tensor],
+        own: frozenset[str],
+        tied: Mapping[str, str | None],
+    ) -> list[tuple[str, str, SignDelta | Tensor]]:
+        """Where each tensor acts, as (module name, local parameter name, tensor), all checked."""
+        own = frozenset(self._full_name(name) for name in own)
+        for name, source in tied.items():
+            target = self._parameters.get(self._full_name(name))
+            if target is None or target is not self._parameters.get(self._full_name(source or "")):
+                raise ServingError(
+                    f"tensor {name!r}: the variant ties it to {source!r}, the base does not; "
+                    "serve the restored model instead"
+                )
+        found: list[tuple[str, str, SignDelta | Tensor]] = []
+        for name, sign in signs.items():
+            places = self._places(name, own, self._check_sign, sign)
+            found += [(module_name, local, sign) for module_name, local in places]
+        for name, tensor in raw.items():
+            places = self._places(name, own, self._check_raw, tensor)
+            found += [(module_name, local, tensor) for module_name, local in places]
+        return found
 
     def _full_name(self, name: str) -> str:
         """A checkpoint's name in the model: one saved without its head lacks the body's prefix."""
@@ -209,8 +237,8 @@ class VariantBank:
                 entry.clone = with_parameters(module, entry.raw)
 
     def _on_device(self, sign: SignDelta) -> SignDelta:
-        device = next(iter(self._parameters.values())).device
-        return SignDelta(sign.signs.to(device), sign.scale.to(device), sign.in_features)
+        signs, scale = sign.signs.to(self._device), sign.scale.to(self._device)
+        return SignDelta(signs, scale, sign.in_features)
 
     def _patch(self, module_name: str) -> Patch:
         patch = self._patches.get(module_name)

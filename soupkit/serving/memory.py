@@ -19,7 +19,7 @@ import torch
 BATCH_TOKENS = {"cpu": 256, "cuda": 2048}
 # Nothing is gained by a cache beyond this many tokens on a CPU, where attention reads all of it as
 # one.
-CPU_KV_TOKENS = 32768
+CPU_KV_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)

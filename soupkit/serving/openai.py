@@ -6,15 +6,26 @@ field is refused too. Beyond OpenAI's own: `top_k` and `ignore_eos`, as vLLM and
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from .sampling import MAX_LOGPROBS, Sampling
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
 
+
+def _is_unicode(text: str) -> str:
+    """JSON can spell half a surrogate pair, which is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half a surrogate pair, which is not Unicode") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_is_unicode)]
 TokenIds = list[Annotated[int, Field(ge=0)]]
-Stop = str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None
+Stop = Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None
 
 
 class ApiError(Exception):
@@ -52,7 +63,7 @@ class _Request(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    model: str
+    model: Text
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -119,7 +130,7 @@ class _Request(BaseModel):
 
 
 class CompletionRequest(_Request):
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: Text | list[Text] | TokenIds | list[TokenIds]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
@@ -148,15 +159,15 @@ class TextPart(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
+    content: Text | list[TextPart]
+    name: Text | None = None
 
     def as_template_input(self) -> dict[str, str]:
         """The message as chat templates know it."""

@@ -175,6 +175,12 @@ def _add_errors(app: FastAPI) -> None:
     for kind in (ApiError, RequestValidationError, HTTPException, ServingError):
         app.add_exception_handler(kind, api_error)
 
+    async def fault(_: Request, __: Exception) -> Response:
+        # The trace goes to the log; what it says is nothing for a client.
+        return _error(ApiError(500, "internal error", code="internal_error"))
+
+    app.add_exception_handler(Exception, fault)
+
     async def client_gone(_: Request, __: Exception) -> Response:
         return Response(status_code=499)
 

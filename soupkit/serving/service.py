@@ -145,7 +145,14 @@ class Service:
     def load(self, digest: str) -> None:
         self._began[digest] = time.monotonic()
         ref = self._refs[digest]
-        self._run(self._loaders, partial(self.catalog.load, ref), partial(self._after_load, digest))
+
+        def work() -> LoadedVariant:
+            loaded = self.catalog.load(ref)
+            # Here and not when it is installed: nothing is evicted for one that cannot be served.
+            self.engine.check(loaded)
+            return loaded
+
+        self._run(self._loaders, work, partial(self._after_load, digest))
 
     def install(self, digest: str, slot: int, evicted: list[Evicted]) -> None:
         loaded = self._loaded.pop(digest)

@@ -1,0 +1,52 @@
+"""Keeps one sequence's overflow out of its neighbours' attention.
+
+A batch attends over the keys and values of all its sequences at once, those of others masked by
+adding the dtype's least number. That cannot undo NaN (0 * NaN = NaN) nor a product that overflows
+on the way to the mask, so a variant that overflows would spoil every answer beside it. Such keys
+and values are stored as 0, and their tokens are remembered, so that the engine fails their requests
+and no others.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class KeyValueGuard:
+    """Stands between the model and the paged cache; used on the engine's thread only."""
+
+    def __init__(self, cache: Any, *, device: torch.device) -> None:
+        self._update, cache.update = cache.update, self.update
+        self._broken: Tensor | None = None  # [tokens of the batch] bool
+        self._device = device
+
+    def begin(self, num_tokens: int) -> None:
+        """Forgets the last batch."""
+        self._broken = torch.zeros(num_tokens, dtype=torch.bool, device=self._device)
+
+    def broken_tokens(self) -> list[int]:
+        """Positions in the batch whose keys or values overflowed in any layer."""
+        return [] if self._broken is None else self._broken.nonzero().flatten().tolist()
+
+    def update(
+        self,
+        key_states: Tensor,  # [1, heads, tokens, head_dim]
+        value_states: Tensor,  # the same
+        layer_idx: int,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The cache's own update, on keys and values that are finite."""
+        # The largest absolute value is NaN or infinite exactly if one of them is.
+        keys, values = (states.abs().amax(dim=(0, 1, 3)) for states in (key_states, value_states))
+        # Leaves a query of any other sequence its room: 2^96 in float32 and bfloat16, 2^12 in
+        # float16.
+        finite = (keys < torch.finfo(keys.dtype).max ** 0.75) & values.isfinite()
+        assert self._broken is not None, "begin was not called"
+        # On a GPU reading the flag would wait for the device at every layer.
+        if finite.is_cuda or not bool(finite.all()):
+            self._broken |= ~finite
+            spoiled = ~finite.view(1, 1, -1, 1)
+            key_states = key_states.masked_fill(spoiled, 0)
+            value_states = value_states.masked_fill(spoiled, 0)
+        return self._update(key_states, value_states, layer_idx, kwargs=kwargs)
