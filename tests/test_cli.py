@@ -1,0 +1,277 @@
+"""Promises of the command line: exit codes, one JSON document, one line, nothing half-written."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from soupkit.cli import app
+from soupkit.console import parse_bytes, parse_weights
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMANDS = ["merge", "export", "restore", "inspect", "verify", "lora", "serve"]
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(one) for one in arguments])
+
+
+def document(*arguments):
+    """Run with --json; the whole of stdout is one JSON document and stderr is empty."""
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    return json.loads(result.stdout)
+
+
+def complaint(*arguments, code=1):
+    """Run what must fail; returns the one line on stderr, stdout stays empty."""
+    result = run(*arguments)
+    assert result.exit_code == code
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    if code == 1:
+        assert result.stderr.count("\n") == 1
+        assert result.stderr.startswith("soupkit: ")
+    return result.stderr
+
+
+@pytest.fixture
+def family(base_folder, finetuned_folder, tmp_path):
+    folder = tmp_path / "family"
+    assert run("export", base_folder, finetuned_folder, "--family", folder).exit_code == 0
+    return folder
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(command):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert f"Example: soupkit {command} " in " ".join(result.stdout.split())
+
+
+def test_no_command_and_unknown_options_are_usage():
+    assert run().exit_code == 2
+    assert run("nothing").exit_code == 2
+    for command in COMMANDS:
+        assert run(command).exit_code == 2
+        assert run(command, "--nothing").exit_code == 2
+    assert "--method" in complaint("merge", "a", "b", "--out", "c", "--method", "opcm", code=2)
+    assert run("merge", "a", "b", "--out", "c", "--config", "x").exit_code == 2
+
+
+def test_export_names_variants_after_their_folders(base_folder, finetuned_folder, tmp_path):
+    (one,) = document("export", base_folder, finetuned_folder, "--family", tmp_path / "f")
+    assert one["name"] == "finetuned"
+    assert one["replaced"] is False
+    assert one["bytes"]["total"] == sum(path.stat().st_size for path in Path(one["path"]).iterdir())
+    two = document(
+        "export", base_folder, finetuned_folder, base_folder, "--family", tmp_path / "f",
+        "--name", "a", "--name", "b", "--planes", "2", "--scale", "matrix",
+    )  # fmt: skip
+    assert [report["name"] for report in two] == ["a", "b"]
+    result = run("export", base_folder, finetuned_folder, "--family", tmp_path / "f")
+    assert "of the model in bfloat16" in result.stdout
+
+
+def test_export_checks_all_names_before_it_writes(base_folder, tmp_path):
+    family = tmp_path / "f"
+    for names in (
+        ["--name", "a"],
+        ["--name", "a", "--name", "a"],
+        ["--name", "a", "--name", "x/y"],
+    ):
+        assert "name" in complaint(
+            "export", base_folder, base_folder, base_folder, "--family", family, *names
+        )
+    assert "'base'" in complaint("export", base_folder, base_folder, "--family", family)
+    assert not family.exists()
+
+
+def test_restore_and_merge_write_folders_that_agree(
+    family, base_folder, finetuned_folder, tmp_path
+):
+    told = document("restore", family, "finetuned", "--out", tmp_path / "dense")
+    assert told == {"path": str(tmp_path / "dense"), "dtype": "float32", "rounding_loss": 0.0}
+    merged = document(
+        "merge", base_folder, tmp_path / "dense", finetuned_folder, "--out", tmp_path / "merged",
+        "--method", "mean", "--weights", "1,3",
+    )  # fmt: skip
+    assert merged["rule"]["weights"] == [0.25, 0.75]
+    parts = [load_file(tmp_path / "dense" / "model.safetensors")]
+    parts.append(load_file(finetuned_folder / "model.safetensors"))
+    for name, found in load_file(tmp_path / "merged" / "model.safetensors").items():
+        wanted = 0.25 * parts[0][name] + 0.75 * parts[1][name]
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    told = run("restore", family, "finetuned", "--out", tmp_path / "half", "--dtype", "bfloat16")
+    assert "rounding moves the weights by" in told.stdout
+    told = run("merge", base_folder, finetuned_folder, "--out", tmp_path / "m2", "--rank", "2")
+    assert "svd_mean of 1 checkpoints" in told.stdout
+
+
+def test_inspect_tells_families_variants_and_checkpoints(family, base_folder):
+    told = document("inspect", family)
+    assert told["kind"] == "family"
+    variant = told["variants"]["finetuned"]
+    assert variant["bytes"]["signs"] > 0
+    assert {one["kind"] for one in variant["tensors"]} == {"sign", "raw", "tied"}
+    assert document("inspect", family / variant["path"])["kind"] == "variant"
+    checkpoint = document("inspect", base_folder)
+    assert checkpoint["fingerprint"] == told["base"]["fingerprint"]
+    for path, word in (
+        (family, "lost energy"),
+        (family / variant["path"], "tied to"),
+        (base_folder, "fingerprint"),
+    ):
+        result = run("inspect", path)
+        assert result.exit_code == 0
+        assert word in result.stdout
+    (family / variant["path"] / "manifest.json").write_text("{}")
+    assert "manifest.json" in document("inspect", family)["variants"]["finetuned"]["fault"]
+    assert run("inspect", family).exit_code == 0
+
+
+def test_verify_exits_with_one_and_the_faults(family):
+    assert document("verify", family) == {"ok": True, "faults": []}
+    assert "all is well" in run("verify", family).stdout
+    path = family / "variants" / "finetuned" / "variant.safetensors"
+    os.truncate(path, 50)
+    result = run("verify", family, "--json")
+    assert result.exit_code == 1
+    assert result.stderr == ""
+    told = json.loads(result.stdout)
+    assert told["ok"] is False
+    assert "truncated" in told["faults"][0]
+    result = run("verify", family)
+    assert result.exit_code == 1
+    assert "truncated" in result.stdout
+
+
+def test_lora_tells_what_it_loses_and_what_cannot_travel(base_folder, finetuned_folder, tmp_path):
+    told = document("lora", base_folder, finetuned_folder, "--out", tmp_path / "a", "--rank", "3")
+    assert set(told["ranks"].values()) == {3}
+    assert 0 < told["lost_energy"] < 1
+    assert "model.embed_tokens.weight" in told["left_out"]
+    result = run("lora", base_folder, finetuned_folder, "--out", tmp_path / "b", "--rank", "3")
+    assert "loses" in result.stdout
+    assert "cannot travel" in result.stdout
+    assert "model.norm.weight" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("merge", "{base}", "{tmp}/gone", "--out", "{tmp}/out"),
+        ("merge", "{base}", "{base}", "--out", "{tmp}/out", "--rank", "0"),
+        ("merge", "{base}", "{base}", "--out", "{tmp}/out", "--rank", "2", "--energy", "0.5"),
+        ("merge", "{base}", "{base}", "--out", "{tmp}/out", "--weights", "a,b"),
+        ("merge", "{base}", "{base}", "--out", "{tmp}/out", "--weights", "1,2"),
+        ("merge", "{base}", "{base}", "--out", "{base}"),
+        ("export", "{tmp}/gone", "{base}", "--family", "{tmp}/out", "--name", "v"),
+        ("export", "{base}", "{base}", "--family", "{tmp}/out", "--name", "v", "--planes", "9"),
+        ("restore", "{tmp}/gone", "v", "--out", "{tmp}/out"),
+        ("inspect", "{tmp}/gone"),
+        ("verify", "{tmp}/gone"),
+        ("lora", "{base}", "{base}", "--out", "{tmp}/out"),
+        ("lora", "{base}", "{base}", "--out", "{tmp}/out", "--rank", "-1"),
+        ("serve", "{tmp}/gone", "--cache-bytes", "many"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_one(base_folder, tmp_path, arguments):
+    filled = [one.format(base=base_folder, tmp=tmp_path) for one in arguments]
+    assert complaint(*filled)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_full_disk_is_one_line(base_folder, finetuned_folder, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    line = complaint("merge", base_folder, finetuned_folder, "--out", tmp_path / "out")
+    assert line == "soupkit: No space left on device\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_serve_passes_its_options_on(family, monkeypatch):
+    from soupkit.serving import server
+
+    calls = []
+    monkeypatch.setattr(server, "run", lambda path, **options: calls.append((path, options)))
+    assert run("serve", family).exit_code == 0
+    assert "max_queue" not in calls[0][1]
+    result = run(
+        "serve", family, "--port", "0", "--cache-bytes", "2GB", "--pin", "a", "--pin", "b",
+        "--dtype", "float32", "--max-queue", "3", "--max-running", "2", "--device", "cpu",
+    )  # fmt: skip
+    assert result.exit_code == 0
+    path, options = calls[1]
+    assert path == family
+    assert options["cache_bytes"] == 2_000_000_000
+    assert list(options["pin"]) == ["a", "b"]
+    wanted = {"port": 0, "host": "127.0.0.1", "dtype": "float32", "device": "cpu", "base": None}
+    assert {key: options[key] for key in wanted} == wanted
+    assert (options["max_queue"], options["max_running"]) == (3, 2)
+
+
+def test_interrupt_is_one_line_and_leaves_nothing(
+    base_folder, finetuned_folder, tmp_path, monkeypatch
+):
+    def interrupt(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("soupkit.offline.merge_deltas", interrupt)
+    result = run("merge", base_folder, finetuned_folder, "--out", tmp_path / "out")
+    assert result.exit_code == 128 + signal.SIGINT
+    assert result.stderr == "soupkit: interrupted; nothing was left half-written\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_real_process_prints_json_and_faults_on_stdout_only(family):
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
+    command = [sys.executable, "-m", "soupkit.cli", "verify", str(family), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == {"ok": True, "faults": []}
+    shutil.rmtree(family / "variants")
+    done = subprocess.run(command[:-1], capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "No such file" in done.stdout
+
+
+BYTES = {
+    "20GB": 20 * 10**9,
+    "512MiB": 512 * 2**20,
+    "1000": 1000,
+    "1.5k": 1500,
+    "2 TB": 2 * 10**12,
+    "0": 0,
+    "7B": 7,
+    None: None,
+}
+
+
+@pytest.mark.parametrize(("text", "value"), BYTES.items())
+def test_bytes_are_read_with_their_unit(text, value):
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "1XB", "1e", "inf", "nan", "1 2"])
+def test_other_text_is_no_number_of_bytes(text):
+    with pytest.raises(ValueError, match="no number of bytes"):
+        parse_bytes(text)
+
+
+def test_weights_are_numbers_with_commas():
+    assert parse_weights("0.7, 0.3") == (0.7, 0.3)
+    assert parse_weights(None) is None
+    with pytest.raises(ValueError, match="--weights"):
+        parse_weights("1;2")
