@@ -176,8 +176,7 @@ def _assemble(
         # Columns of A^T U are orthogonal, so R is diagonal up to rounding; Q stays orthonormal
         # where a value is 0.
         q, r = torch.linalg.qr(scaled.T @ vectors)
-        signs = torch.where(r.diagonal() < 0, -1.0, 1.0).to(r.dtype)
-        left, right = vectors @ (r * signs.unsqueeze(1)).T, (q * signs).T
+        left, right = vectors @ r.T, q.T
     values = torch.linalg.vector_norm(left, dim=0, dtype=torch.float64)
     left = _unscaled(left, exponent)
     check_finite("left singular vectors", left)
