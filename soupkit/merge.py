@@ -1,10 +1,10 @@
 """Merges: several deltas of one parameter into one.
 
     mean      sum_i w_i delta_i
-    svd_mean  sum_i w_i T_r(delta_i)                      truncate, then average (the project's
-    design document) monosoup  lambda_high T_k(d) + lambda_low (d - T_k(d)),   d = sum_i w_i delta_i
-      (arXiv 2602.09689)
+    svd_mean  sum_i w_i T_r(delta_i)                      truncate, then average
+    monosoup  lambda_high T_k(d) + lambda_low (d - T_k(d)),   d = sum_i w_i delta_i
 
+svd_mean is the operator of the project's design document; monosoup is arXiv 2602.09689, section 4.
 The weights are normalised to sum 1. For monosoup k is the effective rank of d rounded up (or the
 least rank that keeps the share `energy`), lambda_low = rho + (1 - rho) cos, lambda_high = 1 -
 lambda_low, with rho = (sigma_{k+1} / sigma_1)^2 and cos = sqrt(1 - P_k). Vectors (biases, norms)
