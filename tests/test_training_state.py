@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -92,6 +92,7 @@ def test_a_write_of_another_dtype_or_shape_is_refused():
         store.write("weight", torch.zeros(1, 2, dtype=torch.bfloat16))
 
 
+@settings(deadline=None)
 @given(
     shapes=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=20),
     world_size=st.integers(1, 5),
@@ -159,6 +160,7 @@ def test_launched_processes_without_a_group_are_refused(monkeypatch):
         Ranks.current()
 
 
+@settings(deadline=None)
 @given(
     step=st.integers(0, 10**7),
     score=st.none() | st.floats(allow_nan=False, allow_infinity=False),
@@ -198,6 +200,7 @@ def test_a_damaged_state_names_its_file(tmp_path):
             folder.newest(at_most=5)
 
 
+@settings(deadline=None, max_examples=30)
 @given(
     steps=st.sets(st.integers(0, 30), min_size=1),
     checkpoints=st.sets(st.integers(0, 30)),

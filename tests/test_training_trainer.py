@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from accelerate.state import GradientState
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
@@ -133,13 +134,28 @@ def test_a_run_whose_merges_are_all_undone_is_the_run_without_soupkit(base, tmp_
     assert lasting(plain) == lasting(souped)
 
 
+class Witness(TrainerCallback):
+    """Looks at accelerate's idea of the loader in use when training is about to begin."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.loader_in_use = GradientState().in_dataloader
+
+
 def test_the_gate_scores_the_first_batches_of_the_evaluation_set(base, tmp_path):
     callback = SoupCallback(EVERY_2)
     held_out = rows(13, seed=2)
+    witness = Witness()
     trainer = make_trainer(
-        base, tmp_path, [callback], eval_dataset=held_out, per_device_eval_batch_size=3, max_steps=4
+        base,
+        tmp_path,
+        [callback, witness],
+        eval_dataset=held_out,
+        per_device_eval_batch_size=3,
+        max_steps=4,
     )
     trainer.train()
+    # The evaluation loader was left after two batches of five, and is signed out all the same.
+    assert not witness.loader_in_use
     model = trainer.model.eval()
     ids = torch.tensor([row["input_ids"] for row in held_out[:6]])
     with torch.no_grad():
@@ -201,6 +217,8 @@ def test_the_run_is_exported_and_the_family_is_sound(base, tmp_path):
     restore(family, "coder", out=tmp_path / "dense")
     logits = load(tmp_path / "dense")(input_ids=torch.arange(5)[None]).logits
     assert torch.isfinite(logits).all()
+    # No checkpoint needs an older state.
+    assert soup_steps(tmp_path / "run") == [8]
     # Nothing had to be saved as a base: the folder the model came from holds the step-0 weights.
     assert not (tmp_path / "run" / "soup" / "base").exists()
 
