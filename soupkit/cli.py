@@ -10,7 +10,6 @@ import json
 import signal
 import sys
 from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
@@ -18,6 +17,9 @@ import typer
 
 from soupkit.config import DEFAULT_RANK, check_variant_name
 from soupkit.console import (
+    Dtype,
+    Method,
+    Scale,
     error_line,
     export_document,
     parse_bytes,
@@ -39,29 +41,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-
-class Method(str, Enum):
-    """Merge methods."""
-
-    svd_mean = "svd_mean"
-    monosoup = "monosoup"
-    mean = "mean"
-
-
-class Scale(str, Enum):
-    """Scale axes."""
-
-    row = "row"
-    matrix = "matrix"
-
-
-class Dtype(str, Enum):
-    """Floating dtypes of dense models."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]

@@ -5,11 +5,35 @@ stdout.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+
+class Method(str, Enum):
+    """Merge methods."""
+
+    svd_mean = "svd_mean"
+    monosoup = "monosoup"
+    mean = "mean"
+
+
+class Scale(str, Enum):
+    """Scale axes."""
+
+    row = "row"
+    matrix = "matrix"
+
+
+class Dtype(str, Enum):
+    """Floating dtypes of dense models."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 def error_line(error: BaseException | str) -> None:

@@ -6,8 +6,7 @@ tie_word_embeddings. Everything else, and every other companion file, is carried
 """
 
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,6 @@ import torch
 
 from soupkit.checkpoint import Checkpoint
 from soupkit.files import atomic_write_json
-
-# Entries of a block of rows: its float32 copies are the largest temporaries of a merge or a
-# restore.
-BLOCK_ENTRIES = 2**22
-
-
-def row_blocks(shape: tuple[int, ...]) -> Iterator[slice]:
-    """Slices of the first axis whose blocks hold about BLOCK_ENTRIES entries; one for a scalar."""
-    if not shape:
-        yield slice(None)
-        return
-    step = max(1, BLOCK_ENTRIES // max(1, math.prod(shape[1:])))
-    for start in range(0, shape[0], step):
-        yield slice(start, min(start + step, shape[0]))
 
 
 def write_config(

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from soupkit.blocks import row_blocks
 from soupkit.checkpoint import Checkpoint
 from soupkit.delta import layout, subtract
-from soupkit.dense import row_blocks, write_config
+from soupkit.dense import write_config
 from soupkit.errors import CheckpointError
 from soupkit.export import Progress, pair_names
 from soupkit.files import atomic_folder, atomic_write_json, plain_json

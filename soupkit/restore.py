@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from soupkit.bitdelta import SignDelta, decode
+from soupkit.blocks import row_blocks
 from soupkit.bundle import Variant, open_variant
 from soupkit.checkpoint import Checkpoint
 from soupkit.companions import is_companion
-from soupkit.dense import row_blocks, write_config
+from soupkit.dense import write_config
 from soupkit.errors import BundleError
 from soupkit.export import Progress
 from soupkit.family import open_base, open_family

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from soupkit import dense
+from soupkit import blocks
 from soupkit.checkpoint import open_checkpoint
 from soupkit.errors import CheckpointError, MergeError
 from soupkit.merge import MergeRule, merge_deltas
@@ -75,7 +75,7 @@ def test_transformers_loads_the_result(base_folder, fine_tunes, tmp_path):
 def test_blocks_of_rows_change_nothing(base_folder, fine_tunes, tmp_path, monkeypatch, rows):
     rule = MergeRule("mean", weights=(1.0, 2.0, 3.0))
     whole = merge(base_folder, fine_tunes, tmp_path / "whole", rule)
-    monkeypatch.setattr(dense, "BLOCK_ENTRIES", rows * 24)
+    monkeypatch.setattr(blocks, "BLOCK_ENTRIES", rows * 24)
     cut = merge(base_folder, fine_tunes, tmp_path / "cut", rule)
     one, other = weights(tmp_path / "whole"), weights(tmp_path / "cut")
     assert all(torch.equal(one[name], other[name]) for name in one)
