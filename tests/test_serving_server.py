@@ -438,6 +438,34 @@ def build_sizes(root: Path) -> list[int]:
     return [load_variant(root, name).nbytes for name in VARIANTS]
 
 
+def test_a_slow_load_delays_no_other_model_and_is_made_once(root: Path, oracle: Oracle) -> None:
+    gate, loads = threading.Event(), []
+    with serving(root) as (server, url), ThreadPoolExecutor(6) as pool:
+        catalog, router = server._service.catalog, server._service.router
+        load = catalog.load
+
+        def slow(ref: Any) -> Any:
+            loads.append(ref.name)
+            assert ref.name != "norms" or gate.wait(WAIT)
+            return load(ref)
+
+        catalog.load = slow  # type: ignore[method-assign]
+
+        def ask(model: str) -> str:
+            body = {"model": model, "prompt": "slow", "max_tokens": 8, "temperature": 0}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT)
+            return str(answer.json()["choices"][0]["text"])
+
+        waiting = [pool.submit(ask, "norms") for _ in range(6)]
+        wait_for(lambda: router.num_waiting == 6, "all wait for one load")
+        for model in ("base", "linear", "matrix"):
+            assert ask(model) == oracle(model, "slow", 8)
+        assert not any(future.done() for future in waiting)
+        gate.set()
+        assert {future.result() for future in waiting} == {oracle("norms", "slow", 8)}
+        assert loads.count("norms") == 1
+
+
 def test_a_variant_exported_while_serving_appears_and_a_new_version_replaces_it(
     tmp_path: Path,
 ) -> None:

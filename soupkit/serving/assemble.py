@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from soupkit.errors import ServingError
 from soupkit.family import open_base
 
 from .catalog import Catalog
@@ -31,6 +32,10 @@ def build_service(
 ) -> Service:
     """Opens the family, loads its base and makes a service that is not started yet; see `run`."""
     catalog = Catalog(Path(family))
+    unknown = [name for name in pin if name not in catalog.variants]
+    if unknown:
+        known = ", ".join(catalog.variants) or "none"
+        raise ServingError(f"--pin {unknown[0]}: the family has no such variant, only {known}")
     checkpoint = open_base(catalog.family, base)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     # On CPUs float32 is exact and rarely slower; on GPUs what the base was stored in.

@@ -64,11 +64,6 @@ class Service:
         self._loaders = ThreadPoolExecutor(limits.max_loads, "soupkit-load")
         self._installer = ThreadPoolExecutor(1, "soupkit-install")
         self._scorer = ThreadPoolExecutor(1, "soupkit-score")
-        unknown = [name for name in pin if name not in catalog.variants]
-        if unknown:
-            raise ServingError(
-                f"--pin {unknown[0]}: the family has {', '.join(catalog.variants) or 'none'}"
-            )
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
