@@ -127,12 +127,7 @@ class Variant:
         path = self.path / WEIGHTS_NAME
         with _faults_of(path):
             tensors, hashes = self._read_all(check=check)
-        digest = digest_of(hashes) if check else self.manifest.digest
-        if digest != self.manifest.digest:
-            raise BundleError(
-                f"{path}: its content has digest {digest}, its manifest says "
-                f"{self.manifest.digest}: it was damaged or replaced; export the variant again"
-            )
+        digest = self._checked(digest_of(hashes)) if check else self.manifest.digest
         signs: dict[str, SignDelta] = {}
         raw: dict[str, Tensor] = {}
         for entry in self.manifest.tensors:
@@ -144,6 +139,30 @@ class Variant:
             elif entry.kind == "raw":
                 raw[name] = self._finite(f"{name}.raw", tensors[f"{name}.raw"])
         return LoadedVariant(signs, raw, digest, self.nbytes, self.manifest)
+
+    def check_digest(self) -> None:
+        """Compare the content digest with the manifest's, holding a tensor a thread at most.
+
+        Raises:
+            BundleError: truncated or damaged.
+        """
+
+        def entry(name: str) -> Entry:
+            spec = self._slots[name].spec
+            sha = sha256_of(self._read(name), dtype=spec.dtype)
+            return name, dtype_name(spec.dtype), spec.shape, sha
+
+        with ThreadPoolExecutor(num_threads()) as pool:
+            self._checked(digest_of(pool.map(entry, self._slots)))
+
+    def _checked(self, digest: str) -> str:
+        """`digest` if it is the manifest's; BundleError otherwise."""
+        if digest != self.manifest.digest:
+            raise BundleError(
+                f"{self.path / WEIGHTS_NAME}: its content has digest {digest}, its manifest says "
+                f"{self.manifest.digest}: it was damaged or replaced; export the variant again"
+            )
+        return digest
 
     def _need_kind(self, param: str, kind: str) -> None:
         entry = self.entry(param)
