@@ -11,12 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from soupkit.errors import ServingError
 from soupkit.serving.cache import DeltaCache, Evicted
-from soupkit.serving.router import (
+from soupkit.serving.router import Router
+from soupkit.serving.states import (
     BASE_DIGEST,
     Limits,
     Phase,
     QueueFull,
-    Router,
     Ticket,
     VariantUnavailable,
 )

@@ -19,7 +19,7 @@ from transformers import (
 
 from soupkit.bitdelta import decode_tensor, encode_tensor
 from soupkit.errors import ServingError
-from soupkit.serving.layers import VariantBank
+from soupkit.serving.layers import VariantBank, ties
 from soupkit.serving.probe import token_axes
 from tests.serving_kit import VARIANTS, dense, load_variant, make_family
 
@@ -49,9 +49,7 @@ def load_all(bank: VariantBank, root: Path) -> dict[str, int]:
     slots = {name: slot for slot, name in enumerate(VARIANTS)}
     for name, slot in slots.items():
         variant = load_variant(root, name)
-        tied = {e.name: e.source for e in variant.manifest.tensors if e.kind == "tied"}
-        own = frozenset(e.name for e in variant.manifest.tensors) - tied.keys()
-        bank.load(slot, variant.signs, variant.raw, own=own, tied=tied)
+        bank.load(slot, variant.signs, variant.raw, **ties(variant.manifest))
     return slots
 
 

@@ -13,9 +13,9 @@ from soupkit.errors import ServingError
 from .generation import Generation, Scored
 from .jobs import End
 from .openai import ApiError, usage
-from .router import VariantUnavailable
 from .sampling import Token
 from .service import Service
+from .states import VariantUnavailable
 from .text import TextStream
 
 Kind = Literal["text_completion", "chat.completion"]

@@ -12,8 +12,8 @@ from .catalog import Catalog
 from .engine import Engine
 from .memory import default_cache_bytes, plan_kv
 from .pretrained import load_model, load_text_setup
-from .router import Limits
 from .service import Service
+from .states import Limits
 
 DEFAULT_MAX_QUEUE = 256
 DEFAULT_MAX_RUNNING = {"cpu": 16, "cuda": 128}

@@ -25,7 +25,7 @@ from soupkit.errors import ServingError
 
 from .guard import KeyValueGuard
 from .jobs import Deliver, End, Job, Record
-from .layers import VariantBank
+from .layers import VariantBank, ties
 from .memory import KVPlan
 from .patches import BASE_SLOT
 from .sampling import Token, choose, describe
@@ -121,11 +121,11 @@ class Engine:
         """Puts a checked variant (`bundle.LoadedVariant`) into an empty slot; see
         `VariantBank.load`.
         """
-        self._bank.load(slot, variant.signs, variant.raw, **_ties(variant))
+        self._bank.load(slot, variant.signs, variant.raw, **ties(variant.manifest))
 
     def check(self, variant: Any) -> None:
         """Raises ServingError, naming the tensor, if `load` would refuse the variant."""
-        self._bank.check(variant.signs, variant.raw, **_ties(variant))
+        self._bank.check(variant.signs, variant.raw, **ties(variant.manifest))
 
     def free(self, slot: int) -> None:
         """Empties a slot. Raises ServingError while a job still uses it."""
@@ -289,13 +289,6 @@ class Engine:
     def _fail_open(self, reason: str) -> None:
         for key in list(self._records):
             self._finish(key, End("error", reason))
-
-
-def _ties(variant: Any) -> dict[str, Any]:
-    """What a manifest says about shared parameters, as `VariantBank.load` takes it."""
-    entries = variant.manifest.tensors
-    tied = {entry.name: entry.source for entry in entries if entry.kind == "tied"}
-    return {"tied": tied, "own": frozenset(entry.name for entry in entries) - tied.keys()}
 
 
 class _Outputs:

@@ -8,8 +8,8 @@ from soupkit.errors import ServingError
 
 from .jobs import End
 from .patches import BASE_SLOT
-from .router import Ticket
 from .sampling import Sampling, Token
+from .states import Ticket
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from soupkit.bitdelta import SignDelta
+from soupkit.bundle import Manifest
 from soupkit.errors import ServingError
 
 from .patches import (
@@ -258,3 +259,9 @@ class VariantBank:
 
 def _join(module_name: str, local: str) -> str:
     return f"{module_name}.{local}" if module_name else local
+
+
+def ties(manifest: Manifest) -> dict[str, Any]:
+    """What a manifest says about shared parameters, as `VariantBank.load` takes it."""
+    tied = {entry.name: entry.source for entry in manifest.tensors if entry.kind == "tied"}
+    return {"tied": tied, "own": frozenset(entry.name for entry in manifest.tensors) - tied.keys()}

@@ -12,8 +12,8 @@ from soupkit.errors import SoupkitError
 from .answers import Answer, Choice
 from .generation import Generation
 from .openai import MAX_CHOICES, ApiError, ChatRequest, CompletionRequest
-from .router import BASE_DIGEST
 from .service import Service
+from .states import BASE_DIGEST
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -22,20 +22,10 @@ async def completion_answer(service: Service, body: CompletionRequest) -> Answer
     """The answer to a text completion, not yet submitted. Raises ApiError."""
     body.refuse_unsupported()
     ref, text = await _model(service, body.model)
-    prompts = body.prompts
-    if not prompts:
-        raise ApiError(400, "prompt: the list is empty; give at least one prompt", param="prompt")
-    if len(prompts) * body.num_choices > MAX_CHOICES:
-        raise ApiError(
-            400,
-            f"prompt: {len(prompts)} x n={body.num_choices}, at most {MAX_CHOICES}",
-            param="prompt",
-        )
-    if body.max_tokens == 0 and not body.echo:
-        raise ApiError(400, "max_tokens: 0 needs echo=true; use at least 1", param="max_tokens")
+    _check_counts(body)
     choices: list[Choice] = []
     prompt_tokens = 0
-    for prompt in prompts:
+    for prompt in body.prompts:
         tokens = _encode(text.tokenizer, prompt) if isinstance(prompt, str) else prompt
         _check_tokens(service, tokens, text.tokenizer, param="prompt")
         prompt_tokens += len(tokens)
@@ -70,6 +60,20 @@ async def completion_answer(service: Service, body: CompletionRequest) -> Answer
                 )
             )
     return Answer("text_completion", body.model, choices, prompt_tokens)
+
+
+def _check_counts(body: CompletionRequest) -> None:
+    prompts = body.prompts
+    if not prompts:
+        raise ApiError(400, "prompt: the list is empty; give at least one prompt", param="prompt")
+    if len(prompts) * body.num_choices > MAX_CHOICES:
+        raise ApiError(
+            400,
+            f"prompt: {len(prompts)} x n={body.num_choices}, at most {MAX_CHOICES}",
+            param="prompt",
+        )
+    if body.max_tokens == 0 and not body.echo:
+        raise ApiError(400, "max_tokens: 0 needs echo=true; use at least 1", param="max_tokens")
 
 
 async def chat_answer(service: Service, body: ChatRequest) -> Answer:

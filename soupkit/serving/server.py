@@ -29,8 +29,8 @@ from .assemble import DEFAULT_MAX_QUEUE, build_service
 from .metrics import CONTENT_TYPE
 from .openai import ApiError, ChatRequest, CompletionRequest, field_error, model_list
 from .prepare import chat_answer, completion_answer
-from .router import QueueFull, VariantUnavailable
 from .service import Service
+from .states import QueueFull, VariantUnavailable
 
 # How long a stop waits for open requests.
 DRAIN_SECONDS = 30
@@ -43,7 +43,6 @@ class ClientGone(Exception):
 
 def create_app(service: Service, *, keys: Sequence[str] = ()) -> FastAPI:
     """The application over a service it starts and stops; with keys, /v1 asks for one of them."""
-    started = int(time.time())
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -54,8 +53,24 @@ def create_app(service: Service, *, keys: Sequence[str] = ()) -> FastAPI:
             await service.stop()
 
     app = FastAPI(title="soupkit", lifespan=lifespan, docs_url=None, redoc_url=None)
-    digests = [hashlib.sha256(key.encode()).digest() for key in keys]
     _add_errors(app)
+    _add_key_check(app, keys)
+    _add_status(app, service)
+    _add_models(app, service, created=int(time.time()))
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await _respond(service, request, body, await completion_answer(service, body))
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await _respond(service, request, body, await chat_answer(service, body))
+
+    return app
+
+
+def _add_key_check(app: FastAPI, keys: Sequence[str]) -> None:
+    digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     @app.middleware("http")
     async def check_key(
@@ -65,6 +80,8 @@ def create_app(service: Service, *, keys: Sequence[str] = ()) -> FastAPI:
             return _error(ApiError(401, "a valid API key is needed", code="invalid_api_key"))
         return await answer(request)
 
+
+def _add_status(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "alive"}
@@ -78,29 +95,20 @@ def create_app(service: Service, *, keys: Sequence[str] = ()) -> FastAPI:
     async def metrics() -> Response:
         return Response(service.render_metrics(), media_type=CONTENT_TYPE)
 
+
+def _add_models(app: FastAPI, service: Service, *, created: int) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return model_list(service.names(), created=started)
+        return model_list(service.names(), created=created)
 
     @app.get("/v1/models/{model}")
     async def model(model: str) -> Any:
-        listed = model_list(service.names(), created=started)["data"]
+        listed = model_list(service.names(), created=created)["data"]
         found = next((entry for entry in listed if entry["id"] == model), None)
         if found is None:
-            raise ApiError(
-                404, f"the model {model!r} does not exist", param="model", code="model_not_found"
-            )
+            message = f"the model {model!r} does not exist"
+            raise ApiError(404, message, param="model", code="model_not_found")
         return found
-
-    @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await _respond(service, request, body, await completion_answer(service, body))
-
-    @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        return await _respond(service, request, body, await chat_answer(service, body))
-
-    return app
 
 
 async def _respond(

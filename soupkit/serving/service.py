@@ -24,8 +24,9 @@ from .generation import Generation, Scored
 from .jobs import End, Job
 from .metrics import Metrics
 from .patches import BASE_SLOT
-from .router import BASE_DIGEST, Limits, Phase, Router, Ticket
+from .router import Router
 from .sampling import Token
+from .states import BASE_DIGEST, Limits, Phase, Ticket
 from .texts import Texts
 
 logger = logging.getLogger(__name__)
