@@ -26,8 +26,15 @@ SCALAR_NAMES = (
 
 
 def say(text: str) -> None:
-    """One line to standard error, at once; standard output stays the caller's."""
-    sys.stderr.write(f"soupkit: {text}\n")
+    """One line to standard error, at once and above progress bars; standard output stays the
+    caller's.
+    """
+    line = f"soupkit: {text}"
+    tqdm = sys.modules.get("tqdm")
+    if tqdm is not None:
+        tqdm.tqdm.write(line, file=sys.stderr)
+    else:
+        sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
 

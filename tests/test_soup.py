@@ -424,3 +424,15 @@ def test_soup_is_built_before_training_begins(tmp_path):
     )
     with pytest.raises(TrainingError, match="build Soup before"):
         late.step()
+
+
+def test_an_evaluation_that_fails_leaves_the_old_weights(tmp_path):
+    """TB27."""
+    scores = iter([1.0, 1.0, None])
+    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=1, rank=2), evaluate=lambda: next(scores))
+    loop.steps(1)
+    loop.train()
+    before = weights_of(loop.model)
+    with pytest.raises(TypeError):
+        loop.soup.step()
+    assert_equal_weights(before, weights_of(loop.model))

@@ -74,14 +74,7 @@ class Soup:
             TrainingError: the model cannot be merged (named with the remedy).
         """
         self.config = config or SoupConfig()
-        if self.config.gate == "metric" and evaluate is None:
-            raise ValueError(
-                'gate="metric" needs evaluate=, a function that returns the held-out score of the '
-                "live weights; or "
-                'pass SoupConfig(gate="none")'
-            )
-        if self.config.optimizer_state == "reset" and optimizer is None:
-            raise ValueError('optimizer_state="reset" needs optimizer=; pass it, or use "keep"')
+        _check_arguments(self.config, optimizer, evaluate)
         project_dir = getattr(accelerator, "project_dir", None)
         self.num_steps = 0
         self.reports: list[MergeReport] = []
@@ -131,8 +124,7 @@ class Soup:
         if metric is not None and not self.config.feed_back:
             raise ValueError(
                 'metric= has no use with gate="none" and feed_back=False: the side soup is always '
-                "the "
-                "last merge; leave metric= out"
+                "the last merge; leave metric= out"
             )
         accelerator = self._accelerator
         if accelerator is not None and (
@@ -215,8 +207,8 @@ class Soup:
             if self._has_begun:
                 raise TrainingError(
                     "the optimizer had taken steps when Soup was built, so the weights were not "
-                    "those of step 0: build Soup before loading the checkpoint, or pass base= and "
-                    "call soup.resume(step)"
+                    "those of step 0: build Soup before loading the checkpoint, or pass base= "
+                    "and call soup.resume(step)"
                 )
             self._run = self._start(0, check_weights=False)
         return self._run
@@ -275,6 +267,18 @@ class Soup:
     def _save_companions(self, folder: Path) -> None:
         if self._processing_class is not None:
             self._processing_class.save_pretrained(str(folder))
+
+
+def _check_arguments(
+    config: SoupConfig, optimizer: Any, evaluate: Callable[[], float] | None
+) -> None:
+    if config.gate == "metric" and evaluate is None:
+        raise ValueError(
+            'gate="metric" needs evaluate=, a function that returns the held-out score of the '
+            'live weights; or pass SoupConfig(gate="none")'
+        )
+    if config.optimizer_state == "reset" and optimizer is None:
+        raise ValueError('optimizer_state="reset" needs optimizer=; pass it, or use "keep"')
 
 
 def _has_state(optimizer: Any) -> bool:

@@ -125,8 +125,8 @@ def _save_model(
     if not equal_weights(checkpoint, tensors):
         raise TrainingError(
             f"{type(inner).__name__}.save_pretrained writes other tensors than the model holds "
-            f"(renamed or converted), "
-            "so its deltas have no names in a base; soupkit cannot train this architecture yet"
+            "(renamed or converted), so its deltas have no names in a base; soupkit cannot train "
+            "this architecture yet"
         )
     return checkpoint
 
@@ -164,12 +164,11 @@ def check_base(base: Checkpoint, store: TensorSource) -> None:
         if name not in names:
             raise TrainingError(
                 f"the base {base.path} has no tensor {name}: name the model that this run started "
-                f"from with base=, "
-                "or leave base= out"
+                "from with base=, or leave base= out"
             )
         if base.shape(name) != store.shape(name):
             raise TrainingError(
                 f"{name} has shape {store.shape(name)}, in the base {base.path} "
-                f"{base.shape(name)}; leave base= out "
-                "so that the step-0 weights become the base, or exclude the parameter"
+                f"{base.shape(name)}; leave base= out so that the step-0 weights become the base, "
+                "or exclude the parameter"
             )

@@ -40,8 +40,7 @@ def check_export(export: ExportConfig, base: Checkpoint, model: nn.Module) -> No
         if expected != checkpoint_fingerprint(base):
             raise TrainingError(
                 f"family={str(family)!r} belongs to another base than {base.source}: its variants "
-                f"would not fit "
-                "on one base; choose another family, or start from that base"
+                "would not fit on one base; choose another family, or start from that base"
             )
     names, known = set(ModelTensors(model).names), set(base.names)
     if names != known:
@@ -49,8 +48,7 @@ def check_export(export: ExportConfig, base: Checkpoint, model: nn.Module) -> No
         where = "the model, not in the base" if odd in names else "the base, not in the model"
         raise TrainingError(
             f"{odd} is in {where} {base.source}, so the run could not be exported; leave base= "
-            f"out, so that the "
-            "step-0 weights become the base"
+            "out, so that the step-0 weights become the base"
         )
 
 
@@ -117,8 +115,8 @@ def export_run(
                 metrics={"step": step, **_score_of(run)},
             )
         say(
-            f"exported {export.name} to {export.family}: {report.bytes['total'] / 1e6:.3g} MB; the "
-            f"model in bfloat16 takes {report.model_bf16_bytes / 1e6:.3g} MB"
+            f"exported {export.name} to {export.family}: {report.bytes['total'] / 1e6:.3g} MB; "
+            f"the model in bfloat16 takes {report.model_bf16_bytes / 1e6:.3g} MB"
         )
         return report
 

@@ -89,9 +89,8 @@ class EvaluationLoss:
                 common = min(ranks.gather(len(found)))
                 if common == 0:
                     raise TrainingError(
-                        f"the evaluation set{'' if key is None else f' {key!r}'} gives no batch on "
-                        f"some rank: "
-                        "enlarge it, or drop dataloader_drop_last"
+                        f"the evaluation set{'' if key is None else f' {key!r}'} gives no batch "
+                        "on some rank: enlarge it, or drop dataloader_drop_last"
                     )
                 self._batches += found[:common]
 
@@ -108,8 +107,8 @@ class EvaluationLoss:
             loss, _, _ = trainer.prediction_step(trainer.model, inputs, prediction_loss_only=True)
             if loss is None:
                 raise TrainingError(
-                    "the Trainer computes no loss on evaluation batches (no labels in them); give "
-                    "the evaluation set "
+                    "the Trainer computes no loss on evaluation batches (no labels in them); "
+                    "give the evaluation set "
                     'labels, or use SoupConfig(gate="none")'
                 )
             weights.append(num_examples(batch))

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from soupkit.delta import TensorSource, layout, subtract
-from soupkit.errors import MergeError
 from soupkit.merge import MatrixReport, MergeRule, merge_deltas
 from soupkit.numeric import check_finite
 from soupkit.training.params import ParamStore
@@ -72,7 +71,7 @@ def merge_into(
 
     Raises:
         MergeError: on every rank, if one rank's parameter cannot be merged; some are written
-            already: undo them.
+            already: undo them. Any other fault of one rank (memory, a disk) is raised on all, too.
     """
     own: list[MatrixReport] = []
     for names in rounds(store, ranks.world_size):
@@ -84,7 +83,7 @@ def merge_into(
                     names[ranks.rank], store, base=base, partner=partner, rule=rule
                 )
                 own.append(report)
-            except MergeError as found:
+            except Exception as found:  # noqa: BLE001 - raised on every rank below
                 error = found
         ranks.raise_together(error)
         for owner, name in enumerate(names):

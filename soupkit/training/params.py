@@ -53,8 +53,8 @@ def refuse_unsupported(model: nn.Module) -> None:
     if hasattr(unwrap(model), "peft_config") or "BaseTunerLayer" in kinds:
         raise TrainingError(
             "this is a PEFT model; adapters are not merged yet: train all weights (no "
-            "peft_config), or train the "
-            "adapter without soupkit, merge_and_unload() it and run `soupkit merge` on the result"
+            "peft_config), or train the adapter without soupkit, merge_and_unload() it and run "
+            "`soupkit merge` on the result"
         )
     if getattr(unwrap(model), "is_quantized", False):
         raise TrainingError(
@@ -69,8 +69,8 @@ def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
     kind = type(parameter.data).__name__
     if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
         raise TrainingError(
-            f"{name} is held by DeepSpeed ZeRO, which is not merged yet: use DDP, or train without "
-            f"soupkit"
+            f"{name} is held by DeepSpeed ZeRO, which is not merged yet: use DDP, or train "
+            "without soupkit"
         )
     if "DTensor" in {k.__name__ for k in type(parameter.data).__mro__}:
         raise TrainingError(
@@ -79,14 +79,12 @@ def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
     if type(parameter).__name__ in _QUANTISED:
         raise TrainingError(
             f"{name} is quantised ({type(parameter).__name__}, {parameter.dtype}); a merge needs "
-            f"dense floating "
-            "weights: load the model without quantization_config"
+            "dense floating weights: load the model without quantization_config"
         )
     if parameter.is_meta:
         raise TrainingError(
             f"{name} is on the meta device (offloaded or not loaded); load the model onto the "
-            f"training device, "
-            "without device_map offload"
+            "training device, without device_map offload"
         )
     if type(parameter.data) is not Tensor:
         raise TrainingError(
@@ -120,8 +118,7 @@ class ModelTensors:
             if name in self._tensors:
                 raise TrainingError(
                     f"two tensors of the model are both called {name} without their wrapper's "
-                    f"parts; "
-                    "rename one of the modules"
+                    "parts; rename one of the modules"
                 )
             if tensor.numel() and self.name_at.setdefault(_location(tensor), name) != name:
                 continue
@@ -165,9 +162,8 @@ class ParamStore:
                 found.setdefault(name, parameter)
         if not found:
             raise TrainingError(
-                f"no parameter takes part: none is trainable and chosen by "
-                f"include={tuple(include)}, "
-                f"exclude={tuple(exclude)}"
+                "no parameter takes part: none is trainable and chosen by "
+                f"include={tuple(include)}, exclude={tuple(exclude)}"
             )
         self.parameters: dict[str, nn.Parameter] = dict(sorted(found.items()))
         self.names: tuple[str, ...] = tuple(self.parameters)

@@ -43,10 +43,9 @@ class Ranks:
         if launched.isdigit() and int(launched) > 1:
             raise TrainingError(
                 f"WORLD_SIZE={launched}, but no process group is initialised: every process would "
-                f"train a model of "
-                "its own and all would write the same folder. On a CPU pass use_cpu=True "
-                "(TrainingArguments) or "
-                "cpu=True (Accelerator), or call torch.distributed.init_process_group first"
+                "train a model of its own and all would write the same folder. On a CPU pass "
+                "use_cpu=True (TrainingArguments) or cpu=True (Accelerator), or call "
+                "torch.distributed.init_process_group first"
             )
         return cls(0, 1)
 

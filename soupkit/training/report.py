@@ -100,6 +100,21 @@ class MergeReport:
             entry["matrices"] = [matrix.to_json() for matrix in self.matrices]
         return entry
 
+    def scalars(self) -> dict[str, float]:
+        """What TensorBoard shows of it, by the names of soupkit.tracking."""
+        values = {
+            "soup/kept_energy": self.kept_energy,
+            "soup/delta_norm_before": self.delta_norm_before,
+            "soup/delta_norm_after": self.delta_norm_after,
+            "soup/cosine": self.cosine,
+            "soup/seconds": self.seconds,
+            "soup/partner_step": float(self.partner_step),
+            "soup/accepted": float(self.accepted),
+            "soup/metric_current": finite_or_none(self.metric_current),
+            "soup/metric_merged": finite_or_none(self.metric_merged),
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
     def line(self, metric_name: str) -> str:
         """One line for the terminal."""
         with_whom = f"with step {self.partner_step}"

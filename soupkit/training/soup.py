@@ -29,7 +29,7 @@ from soupkit.training.judge import Judge
 from soupkit.training.merging import merge_into, restore
 from soupkit.training.params import ParamStore, zero_moments
 from soupkit.training.ranks import Ranks
-from soupkit.training.report import MergeReport, finite_or_none
+from soupkit.training.report import MergeReport
 from soupkit.training.state import Partner, Snapshot, SoupFolder, SoupState, write_tensors
 
 REFUSALS_BEFORE_ADVICE = 3
@@ -158,8 +158,13 @@ class SoupRun:
             return None
         # The same generator state for every scoring: a model or a loss that draws draws the same.
         seeded = preserved_rng(self.store.devices, seed=self.config.seed)
+        score, error = math.nan, None
         with seeded, evaluation_mode(self.store.model):
-            score = float(self._evaluate())
+            try:
+                score = float(self._evaluate())
+            except Exception as found:  # noqa: BLE001 - raised on every rank
+                error = found
+        self.ranks.raise_together(error)
         return self.ranks.mean(score)
 
     def _capture_first(self, step: int, metric: float | None) -> None:
@@ -189,13 +194,19 @@ class SoupRun:
             with held_interrupts():
                 restore(self.store, saved)
             raise
-        accepted = not trial.reason and self._judge.accepts(trial.current, trial.merged)
+        with held_interrupts():
+            report = self._report(step, partner, trial, started=started)
+            self._conclude(report, partner, metric, saved=saved, before=before)
+        self._tell(report)
+        return report
+
+    def _report(self, step: int, partner: Partner, trial: _Trial, *, started: float) -> MergeReport:
         # Of the slowest rank, so that every rank has the same report.
         spent = self.ranks.gather((time.perf_counter() - started, trial.score_seconds))
-        report = MergeReport(
+        return MergeReport(
             step=step,
             partner_step=partner.step,
-            accepted=accepted,
+            accepted=not trial.reason and self._judge.accepts(trial.current, trial.merged),
             method=self.config.method,
             weight=self.config.weight,
             metric_current=trial.current,
@@ -205,10 +216,6 @@ class SoupRun:
             score_seconds=max(seconds for _, seconds in spent),
             matrices=trial.matrices,
         )
-        with held_interrupts():
-            self._conclude(report, partner, metric, saved=saved, before=before)
-        self._tell(report)
-        return report
 
     def _try(self, partner: Snapshot) -> _Trial:
         """Score, merge into the live weights, score again."""
@@ -248,8 +255,7 @@ class SoupRun:
             if self.store.checksum() != before:
                 raise TrainingError(
                     f"step {report.step}: the weights after the undo are not those before the "
-                    f"merge; the undo file "
-                    f"{saved.path} was changed meanwhile: resume from a checkpoint"
+                    f"merge; the undo file {saved.path} was changed: resume from a checkpoint"
                 )
         elif self.config.optimizer_state == "reset":
             zero_moments(self._optimizer, list(self.store.parameters.values()))
@@ -290,29 +296,16 @@ class SoupRun:
         self.state = state
 
     def _tell(self, report: MergeReport) -> None:
-        self._say(report.line(self._metric_name))
+        kind = "" if self.config.feed_back else "side soup, "
+        self._say(kind + report.line(self._metric_name))
         if self.state.refused_in_a_row == REFUSALS_BEFORE_ADVICE:
             self._say(
                 f"{REFUSALS_BEFORE_ADVICE} merges in a row were refused: set stop_after_step to "
-                f"end merging before the "
-                'learning rate decays, keep the rate constant for longer, or try method="mean" or '
-                "a higher rank"
+                "end merging before the learning rate decays, keep the rate constant for longer, "
+                'or try method="mean" or a higher rank'
             )
-        if self._writer is None:
-            return
-        scalars = {
-            "kept_energy": report.kept_energy,
-            "delta_norm_before": report.delta_norm_before,
-            "delta_norm_after": report.delta_norm_after,
-            "cosine": report.cosine,
-            "seconds": report.seconds,
-            "partner_step": float(report.partner_step),
-            "accepted": float(report.accepted),
-            "metric_current": finite_or_none(report.metric_current),
-            "metric_merged": finite_or_none(report.metric_merged),
-        }
-        known = {f"soup/{name}": value for name, value in scalars.items() if value is not None}
-        self._writer.add(report.step, known)
+        if self._writer is not None:
+            self._writer.add(report.step, report.scalars())
 
     def _say(self, text: str) -> None:
         if self.ranks.is_zero:
@@ -328,8 +321,8 @@ def agreed_checksum(store: ParamStore, ranks: Ranks) -> str:
     checksums = ranks.gather(store.checksum())
     if len(set(checksums)) > 1:
         raise TrainingError(
-            f"the {ranks.world_size} ranks hold different weights; soupkit needs the same on each: "
-            f"wrap the model in "
-            "DistributedDataParallel (accelerator.prepare does) before building Soup"
+            f"the {ranks.world_size} ranks hold different weights; soupkit needs the same on "
+            "each: wrap the model in DistributedDataParallel (accelerator.prepare does) before "
+            "Soup"
         )
     return checksums[0]

@@ -66,8 +66,8 @@ class Preparation:
         kept = f", rank {config.rank}" if config.rank is not None else kept
         return (
             f"{strategy}, ranks: {self.ranks.world_size}, tensors: {len(self.store.names)}, "
-            f"{self.store.dtypes}; "
-            f"{config.method}{kept} every {config.merge_every_n_steps} steps, gate {config.gate}"
+            f"{self.store.dtypes}; {config.method}{kept} every {config.merge_every_n_steps} "
+            f"steps, gate {config.gate}"
         )
 
     def find_base(self) -> BaseRecord:
@@ -151,9 +151,8 @@ class Preparation:
         if check_weights and known and state.weights != self.store.checksum():
             raise TrainingError(
                 f"the weights resumed at step {step} are not those of "
-                f"{self.folder.state_path(step)}; resume from "
-                "the checkpoint of this run, or another one of it, or delete that file to resume "
-                "from the state before"
+                f"{self.folder.state_path(step)}; resume from the checkpoint of this run, or "
+                "another one of it, or delete that file to resume from the state before"
             )
         if state.partner is not None:
             self._check_partner(state.partner.step)
@@ -172,8 +171,8 @@ class Preparation:
         if self.given_base is None:
             raise TrainingError(
                 f"resumed at step {step}, and {self.folder.root} has no state of that step or "
-                f"before: the weights that "
-                "this run started from are not known; name that model with base="
+                "before: the weights that this run started from are not known; name that model "
+                "with base="
             )
         record = self.find_base()
         self._say(
@@ -188,8 +187,8 @@ class Preparation:
         if record.fingerprint != state.base.fingerprint:
             raise TrainingError(
                 f"base={str(self.given_base)!r} has other weights than the base this run began "
-                f"with "
-                f"({state.base.path or self.folder.base_path}); leave base= out, or start a new run"
+                f"with ({state.base.path or self.folder.base_path}); leave base= out, or start a "
+                "new run"
             )
         return replace(state, base=record)
 
@@ -198,9 +197,8 @@ class Preparation:
         for name in self.store.names:
             if name not in partner.names or partner.shape(name) != self.store.shape(name):
                 raise TrainingError(
-                    f"{partner.path} was captured without {name}, or in another shape: resume with "
-                    f"the include= and "
-                    "exclude= that the run began with, or start a new run"
+                    f"{partner.path} was captured without {name}, or in another shape: resume "
+                    "with the include= and exclude= that the run began with, or start a new run"
                 )
 
     def _check_folder(self) -> None:
@@ -216,9 +214,8 @@ class Preparation:
         self.ranks.on_zero(lambda: probe.unlink(missing_ok=True))
         if not all(seen):
             raise TrainingError(
-                f"rank {seen.index(False)} does not see {self.folder.root} as rank 0 wrote it: put "
-                f"output_dir on a "
-                "file system that all ranks share"
+                f"rank {seen.index(False)} does not see {self.folder.root} as rank 0 wrote it: "
+                "put output_dir on a file system that all ranks share"
             )
 
     def _say(self, text: str) -> None:

@@ -206,8 +206,8 @@ class SoupFolder:
             return SoupState.from_json(read_json(path))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TrainingError(
-                f"{path}: not a state of this soupkit ({error}); delete it to resume from an older "
-                f"one"
+                f"{path}: not a state of this soupkit ({error}); delete it to resume from an "
+                "older one"
             ) from error
 
     def keep_undo_as_partner(self, step: int) -> None:

@@ -190,7 +190,7 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
                 if run.ranks.is_zero:
                     say(
                         f"stopped at step {state.global_step} to be resumed; nothing is exported "
-                        f"yet"
+                        "yet"
                     )
             elif self.export is not None:
                 export_run(
@@ -212,7 +212,7 @@ def _refuse_trainer(trainer: Trainer) -> None:
     if len(others) > 1:
         raise TrainingError(
             f"the Trainer has {len(others)} SoupCallbacks, which would merge and write over each "
-            f"other: keep one"
+            "other: keep one"
         )
     for flag, strategy in (
         ("is_deepspeed_enabled", "DeepSpeed"),
@@ -221,9 +221,8 @@ def _refuse_trainer(trainer: Trainer) -> None:
     ):
         if getattr(trainer, flag, False):
             raise TrainingError(
-                f"this run uses {strategy}, whose sharded weights are not merged yet: train in one "
-                f"process or under "
-                "DDP, or without SoupCallback"
+                f"this run uses {strategy}, whose sharded weights are not merged yet: train in "
+                "one process or under DDP, or without SoupCallback"
             )
 
 
