@@ -113,25 +113,34 @@ def print_inspection(document: dict[str, Any]) -> None:
     elif document["kind"] == "variant":
         _print_variant(console, document)
     else:
-        console.print(f"checkpoint {document['path']}", highlight=False)
-        console.print(f"fingerprint {document['fingerprint']}", highlight=False)
+        console.print(f"checkpoint {document['path']}", highlight=False, soft_wrap=True)
+        console.print(f"fingerprint {document['fingerprint']}", highlight=False, soft_wrap=True)
         console.print(f"{len(document['tensors'])} tensors, {document['bytes']['total']:,} bytes")
         for alias, source in document["tied"].items():
-            console.print(f"{alias} is tied to {source}", highlight=False)
+            console.print(f"{alias} is tied to {source}", highlight=False, soft_wrap=True)
+
+
+def size_of(num_bytes: int) -> str:
+    """Decimal units, short enough for a table: 999 B, 1.0 kB, 17.8 MB."""
+    value, units = float(num_bytes), ["B", "kB", "MB", "GB"]
+    while value >= 1000 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
 def _print_family(console: Console, document: dict[str, Any]) -> None:
     base = document["base"]
-    console.print(f"base {base['path']} ({base['dtype']})", highlight=False)
-    console.print(f"fingerprint {base['fingerprint']}", highlight=False)
-    table = Table("variant", "signs", "scales", "raw", "other", "total", "of bf16", "lost energy")
+    console.print(f"base {base['path']} ({base['dtype']})", highlight=False, soft_wrap=True)
+    console.print(f"fingerprint {base['fingerprint']}", highlight=False, soft_wrap=True)
+    table = Table("variant", "signs", "scales", "raw", "total", "of bf16", "lost energy")
     for name, variant in document["variants"].items():
         if "fault" in variant:
             table.add_row(name, variant["fault"])
             continue
         sizes = variant["bytes"]
         share = sizes["weights"] / max(1, variant["model_bf16_bytes"])
-        parts = [f"{sizes[key]:,}" for key in ("signs", "scales", "raw", "other", "total")]
+        parts = [size_of(sizes[key]) for key in ("signs", "scales", "raw", "total")]
         table.add_row(name, *parts, f"{share:.2%}", f"{_mean_lost(variant['tensors']):.3f}")
     console.print(table)
 
@@ -143,7 +152,9 @@ def _mean_lost(tensors: list[dict[str, Any]]) -> float:
 
 
 def _print_variant(console: Console, document: dict[str, Any]) -> None:
-    console.print(f"variant {document['name']} {document['digest']}", highlight=False)
+    console.print(
+        f"variant {document['name']} {document['digest']}", highlight=False, soft_wrap=True
+    )
     table = Table("tensor", "kind", "shape", "planes", "scale", "bytes", "lost energy")
     for entry in document["tensors"]:
         is_sign = entry["kind"] == "sign"
@@ -153,12 +164,16 @@ def _print_variant(console: Console, document: dict[str, Any]) -> None:
             "x".join(map(str, entry["shape"])),
             str(entry["planes"]) if is_sign else "",
             entry["scale_axis"] or "",
-            f"{entry['bytes']:,}",
+            size_of(entry["bytes"]),
             f"{entry['residual_energy']:.3f}" if is_sign else "",
         )
     console.print(table)
     for event in document["history"]:
-        console.print(" ".join(f"{key}={value}" for key, value in event.items()), highlight=False)
+        console.print(
+            " ".join(f"{key}={value}" for key, value in event.items()),
+            highlight=False,
+            soft_wrap=True,
+        )
     if document["metrics"]:
         told = " ".join(f"{key}={value}" for key, value in document["metrics"].items())
-        console.print(f"metrics {told}", highlight=False)
+        console.print(f"metrics {told}", highlight=False, soft_wrap=True)

@@ -57,7 +57,7 @@ def finetuned_folder(base_folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def make_readme_models() -> Callable[[Path], None]:
-    """A function that fills a folder with `base`, `finetuned` and `train.jsonl`, as README wants."""
+    """A function that fills a folder with the README's `base`, `finetuned` and `train.jsonl`."""
 
     def make(folder: Path) -> None:
         from tests.serving_kit import make_base, make_finetune

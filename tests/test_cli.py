@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from soupkit.cli import app
-from soupkit.console import parse_bytes, parse_weights
+from soupkit.console import parse_bytes, parse_weights, size_of
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ["merge", "export", "restore", "inspect", "verify", "lora", "serve"]
@@ -275,3 +275,9 @@ def test_weights_are_numbers_with_commas():
     assert parse_weights(None) is None
     with pytest.raises(ValueError, match="--weights"):
         parse_weights("1;2")
+
+
+def test_sizes_in_tables_are_short():
+    sizes = [0, 999, 1000, 17_752_752, 8_750_000_000, 2 * 10**12]
+    told = ["0 B", "999 B", "1.0 kB", "17.8 MB", "8.8 GB", "2000.0 GB"]
+    assert [size_of(one) for one in sizes] == told
