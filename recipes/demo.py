@@ -13,17 +13,10 @@ import logging
 import os
 import random
 import shutil
-import signal
-import socket
 import string
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+from openai import OpenAI
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -44,6 +38,7 @@ from transformers import (
 )
 
 from soupkit import ExportConfig, SoupConfig
+from soupkit.serving.local import running
 from soupkit.training import SoupCallback
 
 LETTERS = string.ascii_lowercase
@@ -223,50 +218,19 @@ def train_variant(task: Task, *, base: Path, family: Path, out: Path) -> float:
     return exact_match(model, task, 500)
 
 
-@contextmanager
-def serving(family: Path, log: Path) -> Iterator[str]:
-    """Runs `soupkit serve` on a free port; yields its address once it is ready to generate."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "soupkit", "serve", str(family), "--port", str(port)]
-    with log.open("w") as sink:
-        server = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(600):
-            if server.poll() is not None:
-                sys.exit(f"the server stopped; its log is {log}:\n{log.read_text()[-2000:]}")
-            try:
-                urllib.request.urlopen(f"{url}/ready", timeout=5).close()
-                break
-            except (urllib.error.URLError, TimeoutError):
-                time.sleep(0.2)
-        else:
-            sys.exit(f"the server did not become ready within two minutes; its log is {log}")
-        yield url
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait(timeout=30)
-
-
-def ask(url: str, model: str, prompt: str) -> str:
-    body = {"model": model, "prompt": prompt, "max_tokens": LENGTH + 1, "temperature": 0}
-    request = urllib.request.Request(
-        f"{url}/v1/completions",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
+def ask(client: OpenAI, model: str, prompt: str) -> str:
+    done = client.completions.create(
+        model=model, prompt=prompt, max_tokens=LENGTH + 1, temperature=0
     )
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        return json.load(answer)["choices"][0]["text"]
+    return done.choices[0].text.strip()
 
 
-def served_exact_match(url: str, model: str, task: Task, count: int) -> float:
+def served_exact_match(client: OpenAI, model: str, task: Task, count: int) -> float:
     """Exact match of answers that come over HTTP, sixteen requests at a time."""
     examples = task.examples(count, seed=1)
     with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(lambda example: ask(url, model, example[0]), examples))
-    right = [got.strip() == want.strip() for got, (_, want) in zip(answers, examples, strict=True)]
+        answers = list(pool.map(lambda example: ask(client, model, example[0]), examples))
+    right = [got == want.strip() for got, (_, want) in zip(answers, examples, strict=True)]
     return sum(right) / count
 
 
@@ -317,20 +281,21 @@ def main() -> None:
     )
     for column in columns:
         table.add_column(column, justify="right" if column != "model" else "left")
-    with serving(family, out / "serve.log") as url:
+    with running(family, log=out / "serve.log") as url:
+        client = OpenAI(base_url=f"{url}/v1", api_key="none")
         for task in tasks:
             size = size_of(family, task.name)
             table.add_row(
                 task.name,
                 f"{exact_match(plain, task, 500):.1%}",
                 f"{full[task.name]:.1%}",
-                f"{served_exact_match(url, task.name, task, 100):.1%}",
+                f"{served_exact_match(client, task.name, task, 100):.1%}",
                 merges_of(out / "runs" / task.name),
                 f"{size:,}",
                 f"1/{bf16_bytes / size:.1f}",
-                ask(url, task.name, f"{task.name}:soupkits>").strip(),
+                ask(client, task.name, f"{task.name}:soupkits>"),
             )
-        table.add_row("base", "", "", "", "", "", "", ask(url, "base", "copy:soupkits>").strip())
+        table.add_row("base", "", "", "", "", "", "", ask(client, "base", "copy:soupkits>"))
     console.print(table)
     console.print(f"exact match on unseen words; {time.monotonic() - started:.0f} s in all")
     console.print(f"try it: soupkit serve {family}")

@@ -55,23 +55,6 @@ def finetuned_folder(base_folder: Path) -> Path:
     return _make_finetune(base_folder.with_name("finetuned"), base_folder)
 
 
-@pytest.fixture(scope="session")
-def make_readme_models() -> Callable[[Path], None]:
-    """A function that fills a folder with the README's `base`, `finetuned` and `train.jsonl`."""
-
-    def make(folder: Path) -> None:
-        from tests.serving_kit import make_base, make_finetune
-
-        base = make_base(folder / "base")
-        make_finetune(base, folder / "finetuned", lambda name: True, seed=1)
-        rows = [
-            {"prompt": f"{number} plus 1 is", "answer": f" {number + 1}"} for number in range(40)
-        ]
-        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    return make
-
-
 def _make_llama(
     folder: Path,
     *,

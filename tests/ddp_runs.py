@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from accelerate import DistributedType
 from accelerate.state import AcceleratorState, GradientState
+from soup_runs import AccelerateLoop, load, make_trainer, optimizer_state, rows, weights_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
@@ -22,7 +23,6 @@ from soupkit import ExportConfig, SoupConfig
 from soupkit.errors import TrainingError
 from soupkit.training import Soup, SoupCallback
 from soupkit.training.ranks import Ranks
-from tests.soup_runs import AccelerateLoop, load, make_trainer, optimizer_state, rows, weights_of
 
 CONFIG = SoupConfig(merge_every_n_steps=2, rank=3)
 

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import torch
+from soup_runs import make_trainer, optimizer_state, saved_base, weights_of
 from transformers import Trainer
 
 from soupkit import ExportConfig, SoupConfig
@@ -25,7 +26,6 @@ from soupkit.training import SoupCallback
 from soupkit.training.params import ParamStore
 from soupkit.training.state import SoupFolder
 from soupkit.verify import verify_family
-from tests.soup_runs import make_trainer, optimizer_state, saved_base, weights_of
 
 CONFIG = SoupConfig(merge_every_n_steps=2, rank=3, gate_batches=2)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from serving_kit import CONTEXT, VARIANTS, dense, greedy, load_variant, make_family
 
 from soupkit.errors import ServingError
 from soupkit.serving.engine import Engine
@@ -18,7 +19,6 @@ from soupkit.serving.memory import KVPlan, plan_kv
 from soupkit.serving.patches import BASE_SLOT
 from soupkit.serving.pretrained import load_model, load_text_setup
 from soupkit.serving.sampling import Sampling, Token
-from tests.serving_kit import CONTEXT, VARIANTS, dense, greedy, load_variant, make_family
 
 WAIT = 60
 GREEDY = Sampling(temperature=0.0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from serving_kit import VARIANTS, dense, load_variant, make_family
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -21,7 +22,6 @@ from soupkit.bitdelta import decode_tensor, encode_tensor
 from soupkit.errors import ServingError
 from soupkit.serving.layers import VariantBank, ties
 from soupkit.serving.probe import token_axes
-from tests.serving_kit import VARIANTS, dense, load_variant, make_family
 
 
 def bank_of(model: Any) -> VariantBank:

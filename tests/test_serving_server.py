@@ -21,14 +21,7 @@ import openai
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
-
-from soupkit.bundle import create_or_open_family
-from soupkit.checkpoint import open_checkpoint
-from soupkit.errors import ServingError
-from soupkit.export import export_variant
-from soupkit.serving.assemble import build_service
-from soupkit.serving.server import Server, make_server
-from tests.serving_kit import (
+from serving_kit import (
     CONTEXT,
     VARIANTS,
     add_to_family,
@@ -40,6 +33,13 @@ from tests.serving_kit import (
     make_finetune,
     make_tokenizer,
 )
+
+from soupkit.bundle import create_or_open_family
+from soupkit.checkpoint import open_checkpoint
+from soupkit.errors import ServingError
+from soupkit.export import export_variant
+from soupkit.serving.assemble import build_service
+from soupkit.serving.server import Server, make_server
 
 WAIT = 60
 TOKENIZER = make_tokenizer()

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from serving_kit import make_tokenizer
 
 from soupkit.serving.sampling import Chooser, Sampling, Token, choose
 from soupkit.serving.text import TextStream
-from tests.serving_kit import make_tokenizer
 
 TOKENIZER = make_tokenizer()
 

@@ -6,6 +6,16 @@ import signal
 import numpy as np
 import pytest
 import torch
+from soup_runs import (
+    assert_equal_weights,
+    load,
+    optimizer_state,
+    random_states,
+    reference_merge,
+    rows,
+    saved_base,
+    weights_of,
+)
 from torch import nn
 
 from soupkit import ExportConfig, SoupConfig
@@ -17,16 +27,6 @@ from soupkit.training import MergeReport, Soup
 from soupkit.training.guards import held_interrupts
 from soupkit.training.state import Snapshot
 from soupkit.verify import verify_family
-from tests.soup_runs import (
-    assert_equal_weights,
-    load,
-    optimizer_state,
-    random_states,
-    reference_merge,
-    rows,
-    saved_base,
-    weights_of,
-)
 
 UNGATED = {"gate": "none", "rank": 2}
 

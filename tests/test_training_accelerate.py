@@ -7,18 +7,18 @@ import json
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
-
-from soupkit import ExportConfig, SoupConfig
-from soupkit.bundle import open_variant
-from soupkit.errors import TrainingError
-from soupkit.verify import verify_family
-from tests.soup_runs import (
+from soup_runs import (
     AccelerateLoop,
     assert_equal_weights,
     optimizer_state,
     saved_base,
     weights_of,
 )
+
+from soupkit import ExportConfig, SoupConfig
+from soupkit.bundle import open_variant
+from soupkit.errors import TrainingError
+from soupkit.verify import verify_family
 
 CONFIG = SoupConfig(merge_every_n_steps=2, rank=3)
 

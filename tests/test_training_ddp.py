@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from soup_runs import load, rows, saved_base, weights_of
 
 from soupkit import SoupConfig
 from soupkit.training import Soup
 from soupkit.verify import verify_family
-from tests.soup_runs import load, rows, saved_base, weights_of
 
 ROOT = Path(__file__).resolve().parents[1]
 

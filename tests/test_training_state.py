@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from soup_runs import assert_equal_weights, load, saved_base, tiny_llama, weights_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,7 +27,6 @@ from soupkit.training.state import (
     SoupState,
     write_tensors,
 )
-from tests.soup_runs import assert_equal_weights, load, saved_base, tiny_llama, weights_of
 
 UNGATED = SoupConfig(merge_every_n_steps=1, rank=2, gate="none")
 

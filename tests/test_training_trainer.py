@@ -8,6 +8,18 @@ import shutil
 import pytest
 import torch
 from accelerate.state import GradientState
+from soup_runs import (
+    assert_equal_weights,
+    load,
+    losses_of,
+    make_trainer,
+    optimizer_state,
+    random_states,
+    rows,
+    saved_base,
+    tiny_llama,
+    weights_of,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
@@ -20,18 +32,6 @@ from soupkit.restore import restore
 from soupkit.tracking import SCALAR_NAMES
 from soupkit.training import SoupCallback
 from soupkit.verify import verify_family
-from tests.soup_runs import (
-    assert_equal_weights,
-    load,
-    losses_of,
-    make_trainer,
-    optimizer_state,
-    random_states,
-    rows,
-    saved_base,
-    tiny_llama,
-    weights_of,
-)
 
 EVERY_2 = SoupConfig(merge_every_n_steps=2, rank=3, gate_batches=2)
 UNGATED = SoupConfig(merge_every_n_steps=2, rank=3, gate="none")

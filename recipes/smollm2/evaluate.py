@@ -11,27 +11,24 @@ import argparse
 import json
 import math
 import os
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+from openai import OpenAI
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from task import MAX_ANSWER_TOKENS, Example, collate, encode, held_out, load
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from soupkit.serving.local import running
 
 console = Console()
 
@@ -64,44 +61,18 @@ def answers_of(model, tokenizer, examples: Sequence[Example], label: str) -> lis
     return answers
 
 
-@contextmanager
-def serving(family: Path, *options: str) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "soupkit", "serve", str(family), "--port", str(port)]
-    server = subprocess.Popen([*command, *options])
-    url = f"http://127.0.0.1:{port}"
-    try:
-        while True:
-            if server.poll() is not None:
-                sys.exit("the server stopped")
-            try:
-                urllib.request.urlopen(f"{url}/ready", timeout=5).close()
-                break
-            except (urllib.error.URLError, TimeoutError):
-                time.sleep(0.5)
-        yield url
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait(timeout=60)
-
-
-def ask(url: str, model: str, prompt: list[int]) -> str:
-    body = {"model": model, "prompt": prompt, "max_tokens": MAX_ANSWER_TOKENS, "temperature": 0}
-    request = urllib.request.Request(
-        f"{url}/v1/completions",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=600) as answer:
-        return json.load(answer)["choices"][0]["text"]
-
-
 def served_answers(url: str, model: str, tokenizer, examples: Sequence[Example]) -> list[str]:
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600)
     prompts = [tokenizer(e.prompt, add_special_tokens=False)["input_ids"] for e in examples]
+
+    def ask(prompt: list[int]) -> str:
+        done = client.completions.create(
+            model=model, prompt=prompt, max_tokens=MAX_ANSWER_TOKENS, temperature=0
+        )
+        return done.choices[0].text
+
     with ThreadPoolExecutor(16) as pool:
-        asked = pool.map(lambda prompt: ask(url, model, prompt), prompts)
+        asked = pool.map(ask, prompts)
         return list(track(asked, f"{model}, served", total=len(prompts), console=console))
 
 
@@ -141,7 +112,7 @@ def main() -> None:
             parameters = sum(p.numel() for p in model.parameters())
             del model
 
-    with serving(family, "--dtype", "float32") as url:
+    with running(family, "--dtype", "float32") as url:
         served = served_answers(url, options.name, tokenizer, examples)
     equal = sum(a == b for a, b in zip(served, texts["1 bit"], strict=True))
 
