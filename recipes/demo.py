@@ -210,8 +210,9 @@ def train_variant(task: Task, *, base: Path, family: Path, out: Path) -> float:
         model,
         [task],
         out=out,
-        steps=50,
-        learning_rate=1e-3,
+        steps=60,
+        # High and constant: a run that bounces around is one that merges help.
+        learning_rate=3e-3,
         schedule="constant",
         callbacks=[soup],
     )
