@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -47,17 +48,22 @@ def loss_of(model, tokenizer, examples: Sequence[Example]) -> float:
 
 @torch.inference_mode()
 def answers_of(model, tokenizer, examples: Sequence[Example], label: str) -> list[list[int]]:
-    """Greedy answers as token ids, one prompt at a time: no padding enters the comparison."""
-    answers = []
-    for example in track(examples, description=label, console=console):
-        ids = tokenizer(example.prompt, add_special_tokens=False, return_tensors="pt").input_ids
+    """Greedy answers as token ids; prompts of one length go together, so that none is padded."""
+    prompts = [tokenizer(e.prompt, add_special_tokens=False)["input_ids"] for e in examples]
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    groups = [list(same) for _, same in groupby(order, key=lambda i: len(prompts[i]))]
+    batches = [group[at : at + 16] for group in groups for at in range(0, len(group), 16)]
+    answers: list[list[int]] = [[] for _ in prompts]
+    for batch in track(batches, description=label, console=console):
+        ids = torch.tensor([prompts[i] for i in batch])
         out = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=MAX_ANSWER_TOKENS,
             do_sample=False,
         )
-        answers.append(out[0, ids.shape[1] :].tolist())
+        for i, row in zip(batch, out, strict=True):
+            answers[i] = row[ids.shape[1] :].tolist()
     return answers
 
 
