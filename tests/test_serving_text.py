@@ -34,11 +34,16 @@ def shares(logits: list[float], sampling: Sampling, *, draws: int = 4000) -> tor
         (Sampling(seed=1, temperature=1e-6), [1, 0, 0, 0]),
         (Sampling(temperature=0.0), [1, 0, 0, 0]),
         (Sampling(seed=1, top_p=1e-9), [1, 0, 0, 0]),
+        (Sampling(seed=1, top_p=1e-320), [1, 0, 0, 0]),
+        (Sampling(seed=1, temperature=1e-320), [1, 0, 0, 0]),
+        (Sampling(seed=1, temperature=1e-40, top_k=2), [1, 0, 0, 0]),
+        (Sampling(seed=1, top_k=10**400), [0.5, 0.3, 0.15, 0.05]),
     ],
 )
 def test_tokens_are_drawn_with_the_right_shares(sampling: Sampling, expected: list[float]) -> None:
     target = torch.tensor(expected) / sum(expected)
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
+    # The best is not the first, so that a fault that falls back to position 0 shows.
+    target, logits = target.flip(0), torch.tensor([0.05, 0.15, 0.3, 0.5]).log().tolist()
     # Four standard errors of 4000 draws.
     assert (shares(logits, sampling) - target).abs().max() < 4 * (0.25 / 4000) ** 0.5
 
@@ -52,14 +57,20 @@ def test_rows_do_not_depend_on_each_other() -> None:
     assert together == alone
 
 
-def test_a_row_of_nan_is_told_apart() -> None:
-    logits = torch.tensor([[0.0, 1.0], [float("nan"), 1.0], [2.0, 1.0]])
-    ids, tokens = choose(
-        logits, [Chooser(Sampling(seed=0)), Chooser(Sampling()), Chooser(Sampling(0.0))]
-    )
-    assert tokens[1] is None
-    assert tokens[2] == Token(0)
-    assert ids.tolist()[2] == 0
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.0), Sampling(top_k=1)])
+def test_a_row_that_overflowed_is_told_apart(value: float, sampling: Sampling) -> None:
+    logits = torch.tensor([[0.0, 1.0], [1.0, value], [2.0, 1.0]])
+    greedy, broken = Chooser(Sampling(0.0)), Chooser(sampling)
+    ids, tokens = choose(logits, [greedy, broken, greedy])
+    assert tokens == [Token(1), None, Token(0)]
+    assert ids.tolist() == [1, 0, 0]
+
+
+def test_every_seed_and_choice_draws_its_own_numbers() -> None:
+    settings = [Sampling(seed=seed, choice=choice) for seed in (-1, 0, 1, 2) for choice in (0, 1)]
+    assert len({Chooser(sampling).numbers.random() for sampling in settings}) == len(settings)
+    assert Chooser(Sampling(seed=3)).numbers.random() == Chooser(Sampling(seed=3)).numbers.random()
 
 
 @pytest.mark.parametrize(

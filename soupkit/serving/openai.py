@@ -93,12 +93,13 @@ class _Request(BaseModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self, choice: int) -> Sampling:
-        """Settings of one choice; with a seed, each choice has its own numbers."""
+        """Settings of one choice."""
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(0, self.top_k or 0),
-            seed=None if self.seed is None else self.seed + choice,
+            seed=self.seed,
+            choice=choice,
             logprobs=self.num_logprobs,
         )
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 MAX_LOGPROBS = 20
+# Below it float32 has no room for the division; sampling is greedy there long before.
+_LEAST_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +25,9 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0  # 0 = all
     seed: int | None = None
-    logprobs: int | None = (
-        None  # how many alternatives to report beside the chosen token; None = nothing
-    )
+    choice: int = 0  # with one seed, each choice has numbers of its own
+    # How many alternatives to report beside the chosen token; None = nothing.
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature <= 100.0:
@@ -55,11 +57,13 @@ class Chooser:
     numbers: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
-        self.numbers = random.Random(self.sampling.seed)
+        seed = self.sampling.seed
+        # As text, because a negative number would seed like its absolute value.
+        self.numbers = random.Random(None if seed is None else f"{seed}/{self.sampling.choice}")
 
     @property
     def samples(self) -> bool:
-        return self.sampling.temperature > 0
+        return self.sampling.temperature >= _LEAST_TEMPERATURE
 
     @property
     def cuts(self) -> bool:
@@ -76,7 +80,7 @@ def choose(logits: Tensor, choosers: Sequence[Chooser]) -> tuple[Tensor, list[To
 
     Returns:
         [rows] int64 on the device of the logits, and the same as tokens with the log-probabilities
-        asked for; None for a row whose logits are NaN (its id is 0 and means nothing).
+        asked for; None for a row whose logits overflowed (its id is 0 and means nothing).
     """
     best, ids = logits.max(dim=-1)
     # Rows without cuts need no sorting; each kind apart, so that a row's method is its own.
@@ -84,7 +88,8 @@ def choose(logits: Tensor, choosers: Sequence[Chooser]) -> tuple[Tensor, list[To
         rows = [r for r, c in enumerate(choosers) if c.samples and c.cuts == cuts]
         if rows:
             ids[rows] = method(logits[rows], [choosers[row] for row in rows])
-    broken = best.isnan()
+    # NaN anywhere in a row is its maximum, too.
+    broken = ~best.isfinite()
     ids = ids.masked_fill(broken, 0)
     tokens: list[Token | None] = [
         None if bad else Token(i) for i, bad in zip(ids.tolist(), broken.tolist(), strict=True)
@@ -115,7 +120,7 @@ def _sample_cut(logits: Tensor, choosers: Sequence[Chooser]) -> Tensor:
     settings = [chooser.sampling for chooser in choosers]
     probs, order = _softmax(logits, choosers).sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocabulary, device=logits.device)
-    top_k = _column([float(s.top_k or vocabulary) for s in settings], like=logits)
+    top_k = _column([min(s.top_k, vocabulary) or vocabulary for s in settings], like=logits)
     probs = probs.masked_fill(rank >= top_k, 0.0)
     probs = probs / probs.sum(dim=-1, keepdim=True)
     before = probs.cumsum(dim=-1) - probs
@@ -142,5 +147,6 @@ def _draw(probs: Tensor, choosers: Sequence[Chooser]) -> Tensor:
     return position.minimum(last.clamp(min=0))
 
 
-def _column(values: list[float], *, like: Tensor) -> Tensor:
-    return torch.tensor(values, device=like.device, dtype=torch.float32).unsqueeze(-1)
+def _column(values: Sequence[float], *, like: Tensor) -> Tensor:
+    """[rows, 1] in the dtype and on the device of `like`."""
+    return torch.tensor(values, device=like.device, dtype=like.dtype).unsqueeze(-1)
