@@ -14,7 +14,7 @@ from serving_kit import CONTEXT, VARIANTS, dense, greedy, load_variant, make_fam
 
 from soupkit.errors import ServingError
 from soupkit.serving.engine import Engine
-from soupkit.serving.jobs import End, Job
+from soupkit.serving.jobs import Deliver, End, Job
 from soupkit.serving.memory import KVPlan, plan_kv
 from soupkit.serving.patches import BASE_SLOT
 from soupkit.serving.pretrained import load_model, load_text_setup
@@ -79,9 +79,11 @@ def prompts(count: int, *, seed: int = 0) -> list[list[int]]:
     return [torch.randint(5, 260, (n,), generator=generator).tolist() for n in lengths]
 
 
-def job(tokens: list[int], slot: int, **changes: Any) -> Job:
-    settings = {"max_tokens": 24, "stop_tokens": STOP, "sampling": GREEDY} | changes
-    return Job(tuple(tokens), slot, **settings)
+def submit(
+    engine: Engine, tokens: list[int], slot: int, *, deliver: Deliver, **changes: Any
+) -> str:
+    settings: Any = {"max_tokens": 24, "stop_tokens": STOP, "sampling": GREEDY} | changes
+    return engine.submit(Job(tuple(tokens), **settings), slot, deliver)
 
 
 def test_a_mixed_batch_equals_dense_models_token_for_token(
@@ -101,7 +103,7 @@ def test_a_mixed_batch_equals_dense_models_token_for_token(
     boxes = []
     for name, prompt, count in asked:
         boxes.append(Inbox())
-        engine.submit(job(prompt, slots[name], max_tokens=count), boxes[-1])
+        submit(engine, prompt, slots[name], max_tokens=count, deliver=boxes[-1])
     answers = [box.ids() for box in boxes]
     oracles = {name: dense(root, None if name == "base" else name) for name in names}
     expected = [greedy(oracles[name], prompt, count) for name, prompt, count in asked]
@@ -118,8 +120,13 @@ def test_a_full_key_value_cache_changes_no_answer(root: Path) -> None:
         boxes = []
         for name, prompt in asked:
             boxes.append(Inbox())
-            engine.submit(
-                job(prompt, slots[name], max_tokens=90, stop_tokens=frozenset()), boxes[-1]
+            submit(
+                engine,
+                prompt,
+                slots[name],
+                max_tokens=90,
+                stop_tokens=frozenset(),
+                deliver=boxes[-1],
             )
         for (name, prompt), box in zip(asked, boxes, strict=True):
             model = dense(root, None if name == "base" else name)
@@ -132,13 +139,18 @@ def test_a_full_key_value_cache_changes_no_answer(root: Path) -> None:
 def test_stop_token_and_length_end_a_job(served: tuple[Engine, dict[str, int]]) -> None:
     engine, slots = served
     box = Inbox()
-    engine.submit(job([9, 8, 7], slots["norms"], max_tokens=6, stop_tokens=frozenset()), box)
+    submit(engine, [9, 8, 7], slots["norms"], max_tokens=6, stop_tokens=frozenset(), deliver=box)
     tokens, end = box.all()
     assert (len(tokens), end.reason) == (6, "length")
     again = Inbox()
     third = tokens[2].id
-    engine.submit(
-        job([9, 8, 7], slots["norms"], max_tokens=6, stop_tokens=frozenset({third})), again
+    submit(
+        engine,
+        [9, 8, 7],
+        slots["norms"],
+        max_tokens=6,
+        stop_tokens=frozenset({third}),
+        deliver=again,
     )
     first = [token.id for token in tokens].index(third)
     assert again.ids() == [token.id for token in tokens[:first]]
@@ -155,25 +167,25 @@ def test_a_cancelled_job_ends_once_and_its_slot_can_be_freed(root: Path) -> None
             box(event)
 
         slot = slots["embed"]
-        long = job([5, 6], slot, max_tokens=CONTEXT - 2, stop_tokens=frozenset())
-        key = engine.submit(long, deliver)
+        long: Any = {"max_tokens": CONTEXT - 2, "stop_tokens": frozenset()}
+        key = submit(engine, [5, 6], slot, deliver=deliver, **long)
         assert begun.wait(WAIT)
         with pytest.raises(ServingError, match=f"slot {slot} is used by 1 jobs"):
             engine.free(slot)
         other = Inbox()
-        engine.submit(job([5, 6], slots["linear"]), other)
+        submit(engine, [5, 6], slots["linear"], deliver=other)
         engine.cancel(key)
         tokens, end = box.all()
         assert end.reason == "cancelled"
         assert len(tokens) < CONTEXT - 2
         engine.free(slot)
         with pytest.raises(ValueError, match="holds no variant"):
-            engine.submit(long, Inbox())
+            submit(engine, [5, 6], slot, deliver=Inbox(), **long)
         assert other.ids() == greedy(dense(root, "linear"), [5, 6], 24)
         # At once after submission, too: the cancel may overtake the request inside the manager.
         for _ in range(20):
             box = Inbox()
-            engine.cancel(engine.submit(job([5], BASE_SLOT, max_tokens=150), box))
+            engine.cancel(submit(engine, [5], BASE_SLOT, max_tokens=150, deliver=box))
             assert box.all()[1].reason == "cancelled"
         assert engine.num_open == 0
     finally:
@@ -187,11 +199,11 @@ def test_slots_change_while_others_generate(
     prompt = [40, 41, 42]
     expected = greedy(dense(root, None), prompt, 120, stop=None)
     box = Inbox()
-    engine.submit(job(prompt, BASE_SLOT, max_tokens=120, stop_tokens=frozenset()), box)
+    submit(engine, prompt, BASE_SLOT, max_tokens=120, stop_tokens=frozenset(), deliver=box)
     for _ in range(3):
         engine.load(9, load_variant(root, "matrix"))
         inner = Inbox()
-        engine.submit(job(prompt, 9), inner)
+        submit(engine, prompt, 9, deliver=inner)
         assert inner.ids() == greedy(dense(root, "matrix"), prompt, 24)
         engine.free(9)
     assert box.ids() == expected
@@ -202,16 +214,16 @@ def test_bad_jobs_are_refused_before_they_reach_the_engine_thread(
     served: tuple[Engine, dict[str, int]],
 ) -> None:
     engine, _ = served
-    for bad, message in [
-        (job([], BASE_SLOT), "empty"),
-        (job([5, 100_000], BASE_SLOT), "100000 is outside the vocabulary of 261"),
-        (job([5], BASE_SLOT, max_tokens=CONTEXT), f"at most {CONTEXT}"),
-        (job([5], 77), "slot 77 holds no variant"),
+    for (tokens, slot, count), message in [
+        (([], BASE_SLOT, 1), "empty"),
+        (([5, 100_000], BASE_SLOT, 1), "100000 is outside the vocabulary of 261"),
+        (([5], BASE_SLOT, CONTEXT), f"at most {CONTEXT}"),
+        (([5], 77, 1), "slot 77 holds no variant"),
     ]:
         with pytest.raises(ValueError, match=message):
-            engine.submit(bad, Inbox())
+            submit(engine, tokens, slot, max_tokens=count, deliver=Inbox())
     box = Inbox()
-    engine.submit(job([5], BASE_SLOT, max_tokens=3), box)
+    submit(engine, [5], BASE_SLOT, max_tokens=3, deliver=box)
     assert box.all()[1].reason in ("stop", "length")
 
 
@@ -222,7 +234,7 @@ def test_log_probabilities_are_the_models(
     prompt = [30, 31, 32, 33, 34, 35]
     box = Inbox()
     sampling = Sampling(temperature=0.0, logprobs=4)
-    engine.submit(job(prompt, slots["norms"], max_tokens=5, sampling=sampling), box)
+    submit(engine, prompt, slots["norms"], max_tokens=5, sampling=sampling, deliver=box)
     generated, _ = box.all()
     scored = engine.score(tuple(prompt), slots["norms"], num_top=4)
     ids = prompt + [token.id for token in generated]
@@ -246,8 +258,8 @@ def test_a_seed_gives_the_same_text_in_any_company(served: tuple[Engine, dict[st
         boxes = [Inbox() for _ in range(company + 1)]
         for number, box in enumerate(boxes[1:]):
             other = Sampling(temperature=1.3, seed=number)
-            engine.submit(job([50 + number], slots["linear"], sampling=other), box)
-        engine.submit(job([60, 61], slots["embed"], sampling=seeded), boxes[0])
+            submit(engine, [50 + number], slots["linear"], sampling=other, deliver=box)
+        submit(engine, [60, 61], slots["embed"], sampling=seeded, deliver=boxes[0])
         answers = [box.ids() for box in boxes]
         return answers[0]
 
@@ -268,8 +280,8 @@ def test_a_variant_that_overflows_fails_alone(root: Path, value: float) -> None:
         spoiled = [Inbox() for _ in names]
         # Some are under way when the bad ones come, some come after them.
         for name, box, broken in zip(names, boxes, spoiled, strict=True):
-            engine.submit(job(prompt, slots[name]), box)
-            engine.submit(job(prompt * 4, 8), broken)
+            submit(engine, prompt, slots[name], deliver=box)
+            submit(engine, prompt * 4, 8, deliver=broken)
         for broken in spoiled:
             tokens, end = broken.all()
             assert (tokens, end.reason) == ([], "error")
@@ -286,13 +298,13 @@ def test_if_the_thread_dies_every_open_job_is_told_and_new_ones_are_refused(root
     engine, slots = start(root, KVPlan(kv_tokens=1024, batch_tokens=32))
     try:
         box = Inbox()
-        engine.submit(job([5], slots["linear"], max_tokens=150, stop_tokens=frozenset()), box)
+        submit(engine, [5], slots["linear"], max_tokens=150, stop_tokens=frozenset(), deliver=box)
         engine._bank.set_batch = None  # type: ignore[assignment,method-assign]  # a fault in the loop
         assert box.all()[1].reason == "error"
         engine._manager._generation_thread.join(WAIT)
         assert not engine.alive
         with pytest.raises(ServingError, match="stopped"):
-            engine.submit(job([5], slots["linear"]), Inbox())
+            submit(engine, [5], slots["linear"], deliver=Inbox())
     finally:
         engine.close()
 

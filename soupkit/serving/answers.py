@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from soupkit.errors import ServingError
 
-from .generation import Generation, Scored
-from .jobs import End
+from .jobs import End, Generation, Scored
 from .openai import ApiError, usage
 from .sampling import Token
 from .service import Service

@@ -11,7 +11,7 @@ from soupkit.family import open_base
 from .catalog import Catalog
 from .engine import Engine
 from .memory import default_cache_bytes, plan_kv
-from .pretrained import load_model, load_text_setup
+from .pretrained import load_model
 from .service import Service
 from .states import Limits
 
@@ -50,7 +50,6 @@ def build_service(
         catalog,
         checkpoint,
         Engine(model, max_running=running, plan=plan),
-        read_text=load_text_setup,
         base_name="base" if name in catalog.variants else name,
         cache_bytes=cache_bytes,
         limits=Limits(max_running=running, max_queue=max_queue),

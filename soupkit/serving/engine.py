@@ -130,13 +130,14 @@ class Engine:
     def free(self, slot: int) -> None:
         """Empties a slot. Raises ServingError while a job still uses it."""
         with self._lock:
-            users = [key for key, record in self._records.items() if record.job.slot == slot]
+            users = [key for key, record in self._records.items() if record.slot == slot]
         if users:
             raise ServingError(f"slot {slot} is used by {len(users)} jobs; free it after their end")
         self._bank.free(slot)
 
-    def submit(self, job: Job, deliver: Deliver) -> str:
-        """Starts a job; its events go to `deliver`.
+    def submit(self, job: Job, slot: int, deliver: Deliver) -> str:
+        """Starts a job in the variant of a slot, which must stay loaded until the job's end; its
+        events go to `deliver`.
 
         Returns:
             The job's id, for `cancel`.
@@ -145,10 +146,10 @@ class Engine:
             ValueError: a token, the length or the slot is not one the engine has.
             ServingError: the engine's thread has ended.
         """
-        self._check(job)
+        self._check(job, slot)
         key = f"job-{next(self._ids)}"
         with self._lock:
-            self._records[key] = Record(job, deliver)
+            self._records[key] = Record(job, slot, deliver)
         accepted = self._manager.add_request(
             list(job.tokens),
             request_id=key,
@@ -190,7 +191,7 @@ class Engine:
         scored = [describe(logits[i], token, num_top) for i, token in enumerate(tokens[1:])]
         return [Token(tokens[0]), *scored]
 
-    def _check(self, job: Job) -> None:
+    def _check(self, job: Job, slot: int) -> None:
         if not job.tokens:
             raise ValueError("the prompt is empty; give at least one token")
         bad = next((t for t in job.tokens if not 0 <= t < self.vocab_size), None)
@@ -202,8 +203,8 @@ class Engine:
                 f"{len(job.tokens)} prompt tokens + max_tokens={job.max_tokens}: at least 1 and "
                 f"together at most {self.max_context}"
             )
-        if job.slot != BASE_SLOT and job.slot not in self._bank.slots:
-            raise ValueError(f"slot {job.slot} holds no variant")
+        if slot != BASE_SLOT and slot not in self._bank.slots:
+            raise ValueError(f"slot {slot} holds no variant")
 
     def _end_early(self, key: str, fate: End) -> None:
         with self._lock:
@@ -224,7 +225,7 @@ class Engine:
         # The head is given a row per request; those past the ones with a new token read token 0.
         heads = self._batch + [self._owners[0]] * (len(records) - len(self._batch))
         self._bank.set_batch(
-            [record.job.slot for record in self._owners], [record.job.slot for record in heads]
+            [record.slot for record in self._owners], [record.slot for record in heads]
         )
         self._guard.begin(len(self._owners))
 

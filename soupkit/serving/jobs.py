@@ -1,19 +1,25 @@
-"""What the engine is asked for and what it answers with: jobs, tokens, ends."""
+"""One sequence on its way: what the server knows of it, the job it is for the engine, what comes
+back.
+"""
 
+import asyncio
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from soupkit.errors import ServingError
+
 from .sampling import Chooser, Sampling, Token
+from .states import Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One sequence to generate; the slot must stay loaded until its end was delivered."""
+    """One sequence to generate."""
 
-    tokens: tuple[int, ...]
-    slot: int
-    max_tokens: int  # >= 1
+    tokens: tuple[int, ...]  # the prompt's
+    max_tokens: int
     stop_tokens: frozenset[int]
     sampling: Sampling
 
@@ -32,10 +38,10 @@ Deliver = Callable[[Token | End], None]
 class Record:
     """A job the engine thread works on."""
 
-    __slots__ = ("chooser", "deliver", "fate", "fresh", "job", "num_sent")
+    __slots__ = ("chooser", "deliver", "fate", "fresh", "job", "num_sent", "slot")
 
-    def __init__(self, job: Job, deliver: Deliver) -> None:
-        self.job, self.deliver = job, deliver
+    def __init__(self, job: Job, slot: int, deliver: Deliver) -> None:
+        self.job, self.slot, self.deliver = job, slot, deliver
         self.chooser = Chooser(job.sampling)
         self.fresh: list[Token] = []  # chosen, not yet delivered
         self.num_sent = 0
@@ -44,3 +50,27 @@ class Record:
     def fail(self, reason: str) -> None:
         """Ends it with an error, unless it is ending early already."""
         self.fate = self.fate or End("error", reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Log-probabilities of the prompt, before any generated token."""
+
+    tokens: list[Token]
+
+
+@dataclass(slots=True, eq=False)
+class Generation(Ticket):
+    """A job and where it stands in the server; its events end with End or an error."""
+
+    model: str  # the name it was asked under
+    job: Job  # max_tokens may be 0: nothing but the prompt
+    score_prompt: bool  # its first event is Scored
+    events: "asyncio.Queue[Token | Scored | End | ServingError]" = field(
+        default_factory=asyncio.Queue
+    )
+    created: float = field(default_factory=time.monotonic)
+    engine_key: str | None = None  # once the engine has it
+    cancelled: bool = False
+    over: bool = False
+    first_token: bool = True

@@ -10,7 +10,7 @@ from soupkit.bundle import VariantRef
 from soupkit.errors import SoupkitError
 
 from .answers import Answer, Choice
-from .generation import Generation
+from .jobs import Generation, Job
 from .openai import MAX_CHOICES, ApiError, ChatRequest, CompletionRequest
 from .service import Service
 from .states import BASE_DIGEST
@@ -43,10 +43,12 @@ async def completion_answer(service: Service, body: CompletionRequest) -> Answer
             generation = Generation(
                 digest=BASE_DIGEST if ref is None else ref.digest,
                 model=body.model,
-                tokens=tuple(tokens),
-                max_tokens=limit,
-                sampling=body.sampling(number),
-                stop_tokens=frozenset() if body.ignore_eos else text.stop_tokens,
+                job=Job(
+                    tuple(tokens),
+                    limit,
+                    frozenset() if body.ignore_eos else text.stop_tokens,
+                    body.sampling(number),
+                ),
                 score_prompt=bool(body.echo) and body.logprobs is not None,
             )
             choices.append(
@@ -91,10 +93,12 @@ async def chat_answer(service: Service, body: ChatRequest) -> Answer:
         generation = Generation(
             digest=BASE_DIGEST if ref is None else ref.digest,
             model=body.model,
-            tokens=tuple(tokens),
-            max_tokens=limit,
-            sampling=body.sampling(number),
-            stop_tokens=frozenset() if body.ignore_eos else text.stop_tokens,
+            job=Job(
+                tuple(tokens),
+                limit,
+                frozenset() if body.ignore_eos else text.stop_tokens,
+                body.sampling(number),
+            ),
             score_prompt=False,
         )
         choices.append(Choice(number, generation, text.tokenizer, body.stops, bool(body.logprobs)))

@@ -20,14 +20,13 @@ from soupkit.errors import ServingError, SoupkitError
 
 from .cache import DeltaCache, Evicted
 from .catalog import Catalog
-from .generation import Generation, Scored
-from .jobs import End, Job
+from .jobs import End, Generation, Scored
 from .metrics import Metrics
 from .patches import BASE_SLOT
+from .pretrained import Texts
 from .router import Router
 from .sampling import Token
 from .states import BASE_DIGEST, Limits, Phase, Ticket
-from .texts import Texts
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,6 @@ class Service:
         base: Checkpoint,
         engine: Any,
         *,
-        read_text: Callable[..., Any],
         base_name: str,
         cache_bytes: int,
         limits: Limits,
@@ -55,7 +53,7 @@ class Service:
         self.metrics = Metrics()
         self.router = Router(DeltaCache(cache_bytes), self, clock=time.monotonic, limits=limits)
         self.draining = False
-        self.texts = Texts(catalog, base, read_text)
+        self.texts = Texts(catalog, base)
         self._pin = pin
         self._refs: dict[str, VariantRef] = {}  # digest -> a variant that has it
         self._loaded: dict[str, LoadedVariant] = {}  # between load and install
@@ -122,7 +120,9 @@ class Service:
         self.router.submit(list(generations))
         for generation, hit in zip(generations, resident, strict=True):
             self.metrics.requests.labels(self._label(generation)).inc()
-            self.metrics.prompt_tokens.labels(self._label(generation)).inc(len(generation.tokens))
+            self.metrics.prompt_tokens.labels(self._label(generation)).inc(
+                len(generation.job.tokens)
+            )
             if generation.digest != BASE_DIGEST:
                 (self.metrics.hits if hit else self.metrics.misses).inc()
 
@@ -133,8 +133,8 @@ class Service:
         generation.cancelled = True
         if self.router.cancel(generation):
             generation.over = True
-        elif generation.job is not None:
-            self.engine.cancel(generation.job)
+        elif generation.engine_key is not None:
+            self.engine.cancel(generation.engine_key)
 
     # The router's Driver. It must not call back, so results come through the event loop.
 
@@ -167,33 +167,27 @@ class Service:
 
     def run(self, ticket: Ticket, slot: int | None) -> None:
         assert isinstance(ticket, Generation)
-        ticket.started, ticket.slot = True, BASE_SLOT if slot is None else slot
+        slot = BASE_SLOT if slot is None else slot
         if ticket.score_prompt:
-            num_top = ticket.sampling.logprobs or 0
-            work = partial(self.engine.score, ticket.tokens, ticket.slot, num_top=num_top)
-            self._run(self._scorer, work, partial(self._after_score, ticket))
+            num_top = ticket.job.sampling.logprobs or 0
+            work = partial(self.engine.score, ticket.job.tokens, slot, num_top=num_top)
+            self._run(self._scorer, work, partial(self._after_score, ticket, slot))
         else:
-            self._the_loop.call_soon(self._begin, ticket)
+            self._the_loop.call_soon(self._begin, ticket, slot)
 
     def fail(self, ticket: Ticket, error: ServingError) -> None:
         assert isinstance(ticket, Generation)
         ticket.over = True
         ticket.events.put_nowait(error)
 
-    def _begin(self, generation: Generation) -> None:
+    def _begin(self, generation: Generation, slot: int) -> None:
         if generation.cancelled:
             return self._end(generation, End("cancelled"))
-        if generation.max_tokens == 0:
+        if generation.job.max_tokens == 0:
             return self._end(generation, End("length"))
-        job = Job(
-            generation.tokens,
-            generation.slot,
-            generation.max_tokens,
-            generation.stop_tokens,
-            generation.sampling,
-        )
+        deliver = partial(self._deliver, generation)
         try:
-            generation.job = self.engine.submit(job, partial(self._deliver, generation))
+            generation.engine_key = self.engine.submit(generation.job, slot, deliver)
         except (ServingError, ValueError) as error:
             self._end(generation, ServingError(str(error)))
 
@@ -221,12 +215,14 @@ class Service:
             generation.events.put_nowait(event)
             self.router.finished(generation)
 
-    def _after_score(self, generation: Generation, scored: "asyncio.Future[list[Token]]") -> None:
+    def _after_score(
+        self, generation: Generation, slot: int, scored: "asyncio.Future[list[Token]]"
+    ) -> None:
         error = scored.exception()
         if error is not None:
             return self._end(generation, ServingError(_reason(error)))
         generation.events.put_nowait(Scored(scored.result()))
-        self._begin(generation)
+        self._begin(generation, slot)
 
     def _after_load(self, digest: str, loaded: "asyncio.Future[LoadedVariant]") -> None:
         error = loaded.exception()
