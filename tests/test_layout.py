@@ -20,7 +20,7 @@ LAYER = {
     "shards": 2, "manifest": 2, "blocks": 2, "family": 2, "family_write": 2, "describe": 2,
     "dense": 2,
     "training": 3, "serving": 3,
-    "cli": 4, "console": 4, "__main__": 4,
+    "bench": 4, "cli": 4, "console": 4, "__main__": 4,
 }  # fmt: skip
 
 # Packages that only the named files may import, and not at all in L1.

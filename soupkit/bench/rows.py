@@ -1,0 +1,137 @@
+"""One figure of a benchmark: a ratio to a baseline of the same run, and the goal it is held to."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+Better = Literal["lower", "higher"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one measurement said.
+
+    Args:
+        name: what was measured. value, unit: its median. baseline: what it is divided by.
+        ratio, low, high: median, least and greatest value / baseline over the repetitions.
+        goal: limit of the ratio; None where there is none. better: the good direction.
+    """
+
+    name: str
+    value: float
+    unit: str
+    baseline: str
+    ratio: float
+    low: float
+    high: float
+    goal: float | None = None
+    better: Better = "lower"
+
+    @property
+    def ok(self) -> bool | None:
+        """Whether the goal is met; None without one."""
+        if self.goal is None:
+            return None
+        return self.ratio <= self.goal if self.better == "lower" else self.ratio >= self.goal
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields and the verdict as JSON types."""
+        return {**asdict(self), "ok": self.ok}
+
+
+def compare(
+    name: str,
+    candidate: Callable[[], object],
+    baseline: Callable[[], object],
+    *,
+    against: str,
+    repeats: int,
+    clock: Callable[[], float] = time.thread_time,
+    goal: float | None = None,
+) -> Row:
+    """Time two calls in turn, after one of each to warm up.
+
+    Args:
+        against: what the baseline is, in words.
+        repeats: pairs that are timed, >= 1.
+        clock: seconds; the thread's CPU time unless told, because others share the machine.
+    """
+    candidate()
+    baseline()
+    times, ratios = [], []
+    for _ in range(repeats):
+        start = clock()
+        baseline()
+        middle = clock()
+        candidate()
+        times.append(clock() - middle)
+        ratios.append(times[-1] / max(middle - start, 1e-9))
+    return Row(
+        name=name,
+        value=statistics.median(times) * 1e3,
+        unit="ms",
+        baseline=against,
+        ratio=statistics.median(ratios),
+        low=min(ratios),
+        high=max(ratios),
+        goal=goal,
+    )
+
+
+def document(bench: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """The machine-readable form: {"bench", "machine", "rows"}."""
+    return {"bench": bench, "machine": machine(), "rows": [row.to_json() for row in rows]}
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    return {
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.split(":", 1)[1].strip() for line in file if "model name" in line]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor()
+
+
+def show(bench: str, rows: Sequence[Row]) -> None:
+    """Print the rows as a table on stdout."""
+    facts = machine()
+    title = f"soupkit bench {bench} on {facts['cpu']}, torch {facts['torch']}"
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    for column in ("what", "median", "baseline", "ratio", "range", "goal"):
+        table.add_column(column, justify="left" if column in ("what", "baseline") else "right")
+    for row in rows:
+        sign = "<=" if row.better == "lower" else ">="
+        goal = "" if row.goal is None else f"{sign} {row.goal:g} {'met' if row.ok else 'missed'}"
+        table.add_row(
+            row.name,
+            f"{row.value:.4g} {row.unit}",
+            row.baseline,
+            f"{row.ratio:.2f}",
+            f"{row.low:.2f}-{row.high:.2f}",
+            goal,
+        )
+    Console().print(table)
