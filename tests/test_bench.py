@@ -79,6 +79,6 @@ def test_export_and_restore_are_measured(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_serving_is_measured(tmp_path: Path) -> None:
     family = serving_kit.make_family(tmp_path, names=("linear", "norms")) / "family"
     one, mixed = serve.run(family, quick=True)
-    assert one.name == "decode, 8 requests, one variant (linear)"
-    assert mixed.name == "decode, 8 requests, 2 variants and the base, mixed"
+    assert one.name == "8 requests, linear"
+    assert mixed.name == "8 requests, 2 variants + base"
     assert min(one.value, mixed.value) > 0

@@ -120,7 +120,7 @@ def show(bench: str, rows: Sequence[Row]) -> None:
     """Print the rows as a table on stdout."""
     facts = machine()
     title = f"soupkit bench {bench} on {facts['cpu']}, torch {facts['torch']}"
-    table = Table(title=title, box=box.SIMPLE_HEAD)
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("what", "median", "baseline", "ratio", "range", "goal"):
         table.add_column(column, justify="left" if column in ("what", "baseline") else "right")
     for row in rows:

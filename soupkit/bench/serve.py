@@ -33,8 +33,8 @@ def run(family: Path, *, quick: bool) -> list[Row]:
         raise ValueError(f"{family} has no variant to measure; `soupkit export` adds one")
     tokens, repeats = (16, 2) if quick else (48, 5)
     mixes = {
-        f"one variant ({names[0]})": [names[0]] * CONCURRENT,
-        f"{len(names)} variants and the base, mixed": [
+        f"{CONCURRENT} requests, {names[0]}": [names[0]] * CONCURRENT,
+        f"{CONCURRENT} requests, {len(names)} variants + base": [
             ["base", *names][i % (len(names) + 1)] for i in range(CONCURRENT)
         ],
     }
@@ -50,14 +50,14 @@ def run(family: Path, *, quick: bool) -> list[Row]:
                 ratios[name].append(speeds[name][-1] / base)
     return [
         Row(
-            name=f"decode, {CONCURRENT} requests, {name}",
+            name=name,
             value=statistics.median(speeds[name]),
-            unit="tokens/s",
-            baseline="the base alone",
+            unit="tok/s",
+            baseline="base alone",
             ratio=statistics.median(found),
             low=min(found),
             high=max(found),
-            goal=MIXED_GOAL if name.endswith("mixed") else None,
+            goal=MIXED_GOAL if name.endswith("+ base") else None,
             better="higher",
         )
         for name, found in ratios.items()
