@@ -146,6 +146,27 @@ def accelerate_loop(base: Path, folder: Path) -> dict:
     }
 
 
+class FailsOnRank1(Trainer):
+    """The second score's first batch fails on one rank only, as running out of memory would."""
+
+    def prediction_step(self, *args, **kwargs):
+        result = super().prediction_step(*args, **kwargs)
+        self.calls = getattr(self, "calls", 0) + 1
+        if dist.get_rank() == 1 and self.calls == 4:
+            raise RuntimeError("out of memory")
+        return result
+
+
+def failing_evaluation(base: Path, folder: Path) -> dict:
+    config = SoupConfig(merge_every_n_steps=1, rank=3, gate_batches=2)
+    trainer = make_trainer(base, folder, [SoupCallback(config)], trainer_class=FailsOnRank1)
+    try:
+        trainer.train()
+    except (TrainingError, RuntimeError) as error:
+        return {"everywhere": gathered("out of memory" in str(error))}
+    return {"everywhere": gathered(False)}
+
+
 class StopAt(TrainerCallback):
     def __init__(self, step: int) -> None:
         self.step = step
@@ -193,6 +214,7 @@ def main() -> None:
         "failing_merge": failing_merge(base, folder / "failing"),
         "differing": differing_ranks(folder / "differing"),
         "failing_file": failing_file(folder),
+        "failing_evaluation": failing_evaluation(base, folder / "failing_evaluation"),
         "accelerate": accelerate_loop(base, folder / "accelerate"),
         "trainer": trainer_run(base, folder / "trainer"),
     }

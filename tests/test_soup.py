@@ -23,9 +23,12 @@ from soupkit.bundle import open_variant
 from soupkit.checkpoint import open_checkpoint
 from soupkit.errors import TrainingError
 from soupkit.family import open_family
+from soupkit.tensorfile import TensorFileWriter
+from soupkit.tracking import ScalarWriter
 from soupkit.training import MergeReport, Soup
+from soupkit.training import state as state_module
 from soupkit.training.guards import held_interrupts
-from soupkit.training.state import Snapshot
+from soupkit.training.state import Snapshot, SoupFolder
 from soupkit.verify import verify_family
 
 UNGATED = {"gate": "none", "rank": 2}
@@ -241,6 +244,39 @@ def test_moments_are_kept_or_start_anew(tmp_path, policy):
         assert not any(value.any() for value in after)
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.Rprop, {}),
+        (torch.optim.ASGD, {}),
+        (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.2}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    ],
+)
+def test_a_reset_optimizer_steps_like_a_new_one(tmp_path, kind, settings):
+    """Zero is no start for every optimizer: Rprop and ASGD keep step sizes in their state."""
+    ends = []
+    for policy in ("reset", "keep"):
+        torch.manual_seed(0)
+        model, batch = nn.Linear(5, 4), torch.randn(8, 5)
+        optimizer = kind(model.parameters(), **settings)
+        config = SoupConfig(
+            merge_every_n_steps=2, method="mean", gate="none", optimizer_state=policy
+        )
+        soup = Soup(model, optimizer=optimizer, config=config, output_dir=tmp_path / policy)
+        for step in range(7):
+            if step == 4 and policy == "keep":
+                optimizer = kind(model.parameters(), **settings)
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step < 4:
+                soup.step()
+        ends.append(weights_of(model))
+    assert_equal_weights(*ends)
+
+
 def test_generators_and_modes_are_left_as_they_were(tmp_path):
     def evaluate() -> float:
         assert not loop.model.training
@@ -278,6 +314,60 @@ def test_an_interrupt_in_the_middle_of_a_merge_leaves_the_old_weights(tmp_path):
         loop.soup.step()
     assert_equal_weights(before, weights_of(loop.model))
     assert loop.state() == state
+
+
+@pytest.mark.parametrize("feed_back", [True, False], ids=["merge", "side soup"])
+def test_a_full_disk_at_any_point_leaves_the_weights_that_belong_to_the_state(
+    tmp_path, monkeypatch, feed_back
+):
+    """Each write of a merge point fails in turn: the partner's, the report's, the state's, ..."""
+    config = SoupConfig(merge_every_n_steps=1, rank=2, feed_back=feed_back)
+    points = [
+        (TensorFileWriter, "check_complete"),
+        (state_module, "fsync_path"),
+        (SoupFolder, "write_report"),
+        (SoupFolder, "write_state"),
+        (SoupFolder, "clean"),
+    ]
+    for number, (owner, name) in enumerate(points):
+        scores = iter([3.0, 2.0, 1.0])
+        loop = Loop(tmp_path, config, evaluate=lambda s=scores: next(s), name=f"run-{number}")
+        loop.steps(1)
+        loop.soup.save(tmp_path / f"mine-{number}")
+        loop.train()
+        before = weights_of(loop.model)
+        # The undo file is written before anything is changed.
+        calls = iter([] if name != "check_complete" else [None])
+        original = getattr(owner, name)
+
+        def full(*args, calls=calls, original=original):
+            try:
+                next(calls)
+            except StopIteration:
+                raise OSError(28, "No space left on device") from None
+            return original(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            with pytest.raises(OSError, match="No space left"):
+                loop.soup.step()
+        old = all(torch.equal(v, before[n]) for n, v in weights_of(loop.model).items())
+        state = loop.state()
+        assert old is (state["step"] == 1 or not feed_back), name
+        assert loop.soup._run.state.step == state["step"], name
+        assert (
+            loop.folder / "soup" / f"partner-{state['partner']['step']:08d}.safetensors"
+        ).exists()
+
+
+def test_scalars_that_cannot_be_written_do_not_stop_the_run(tmp_path, monkeypatch, capfd):
+    def full(self, step, scalars):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ScalarWriter, "add", full)
+    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=1, **UNGATED))
+    assert [report.step for report in loop.steps(3)[1:]] == [2, 3]
+    assert capfd.readouterr().err.count("no more scalars") == 1
 
 
 def test_held_interrupts_come_after_the_block(tmp_path):

@@ -87,8 +87,10 @@ def test_ranks_with_different_weights_are_refused(ddp):
     assert ddp[0]["differing"]["refused"] == [True, True]
 
 
-def test_a_fault_of_rank_0_reaches_all(ddp):
-    assert ddp[0]["failing_file"]["everywhere"] == [True, True]
+@pytest.mark.parametrize("part", ["failing_file", "failing_evaluation"])
+def test_a_fault_of_one_rank_reaches_all(ddp, part):
+    """TB07: nobody waits for a rank that has left."""
+    assert ddp[0][part]["everywhere"] == [True, True]
 
 
 @pytest.mark.parametrize(("part", "merges"), [("accelerate", [4, 6]), ("trainer", [4, 6, 8])])

@@ -386,6 +386,8 @@ def test_everything_is_checked_before_step_1(base, tmp_path):
     refused(TrainingError, "eval_dataset", [SoupCallback(EVERY_2)], eval_dataset=None)
     refused(TrainingError, "2 SoupCallbacks", [SoupCallback(EVERY_2), SoupCallback(EVERY_2)])
     refused(ValueError, "greater_is_better", [SoupCallback(SoupConfig(greater_is_better=True))])
+    unlabelled = [{"input_ids": row["input_ids"]} for row in rows(4, seed=2)]
+    refused(TrainingError, "no labels", [SoupCallback(EVERY_2)], eval_dataset=unlabelled)
     other = saved_base(tmp_path / "other", seed=8)
     family = tmp_path / "family"
     export_variant(open_checkpoint(other), open_checkpoint(other), family=family, name="y")

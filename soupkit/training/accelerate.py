@@ -25,6 +25,7 @@ from soupkit.errors import TrainingError
 from soupkit.export import ExportReport
 from soupkit.files import atomic_write_json, read_json
 from soupkit.training.finish import export_run
+from soupkit.training.params import innermost
 from soupkit.training.report import MergeReport
 from soupkit.training.soup import SoupRun
 from soupkit.training.start import Preparation
@@ -86,7 +87,7 @@ class Soup:
         self._run: SoupRun | None = None
         self._unmarked: str | None = None
         self._rewound_to: int | None = None
-        self._has_begun = base is None and _has_state(optimizer)
+        self._has_begun = base is None and _has_stepped(optimizer)
         self._preparation = Preparation(
             model,
             self.config,
@@ -165,9 +166,9 @@ class Soup:
             atomic_write_json(target / MARK_NAME, {"schema": _SCHEMA, "step": self.num_steps})
             known = {*self._checkpoints(), str(target)}
             atomic_write_json(self._list_path, sorted(known))
-            run.clean()
 
         run.ranks.on_zero(write)
+        run.clean()
 
     def load(self, folder: str | Path) -> None:
         """Resume at the step that save left in `folder`; call it when the model holds that
@@ -281,11 +282,11 @@ def _check_arguments(
         raise ValueError('optimizer_state="reset" needs optimizer=; pass it, or use "keep"')
 
 
-def _has_state(optimizer: Any) -> bool:
+def _has_stepped(optimizer: Any) -> bool:
     """Whether the optimizer has taken a step."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return bool(getattr(optimizer, "state", None))
+    states = getattr(innermost(optimizer), "state", None) or {}
+    # Adagrad has a state before its first step; its "step" is 0 then.
+    return any(state.get("step", 1) > 0 for state in states.values() if state)
 
 
 def _read_mark(folder: Path) -> int:

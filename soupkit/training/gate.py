@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from soupkit.errors import TrainingError
-from soupkit.training.guards import preserved_rng
+from soupkit.training.guards import evaluation_mode, preserved_rng
 from soupkit.training.ranks import Ranks
 
 # Where trainers of TRL gather what they log of evaluation; scoring must not add to it.
@@ -35,8 +36,7 @@ def wanted_sets(eval_dataset: Any, metric: str) -> list[str | None]:
     if eval_dataset is None:
         raise TrainingError(
             'gate="metric" scores merges on the evaluation set, and the Trainer has none: pass '
-            "eval_dataset= to it, "
-            'or SoupConfig(gate="none")'
+            'eval_dataset= to it, or SoupConfig(gate="none")'
         )
     keys: list[str] = list(eval_dataset) if isinstance(eval_dataset, dict) else []
     if metric == "eval_loss":
@@ -47,9 +47,8 @@ def wanted_sets(eval_dataset: Any, metric: str) -> list[str | None]:
     losses = ["eval_loss", *(f"eval_{key}_loss" for key in keys)]
     raise ValueError(
         f'metric_for_best={metric!r}: with gate="metric" SoupCallback scores the evaluation loss '
-        f"only ({', '.join(losses)}); "
-        'use SoupConfig(gate="none"), which lets this metric choose the partner, or Soup with '
-        "evaluate= in your own loop"
+        f'only ({", ".join(losses)}); use SoupConfig(gate="none"), which lets this metric choose '
+        "the partner, or Soup with evaluate= in your own loop"
     )
 
 
@@ -83,7 +82,7 @@ class EvaluationLoss:
         self._batches: list[Any] = []
         with preserved_rng(devices, seed=seed):
             for key in wanted_sets(trainer.eval_dataset, metric):
-                found = _first_batches(trainer.get_eval_dataloader(key), num_batches)
+                found = ranks.on_each(partial(_first_batches, trainer, key, num_batches))
                 # A forward may be collective (a loss averaged over ranks), so every rank runs the
                 # same number.
                 common = min(ranks.gather(len(found)))
@@ -93,34 +92,43 @@ class EvaluationLoss:
                         "on some rank: enlarge it, or drop dataloader_drop_last"
                     )
                 self._batches += found[:common]
+            with evaluation_mode(trainer.model):
+                # A set without labels is found now, not at the first merge point.
+                ranks.on_each(partial(self._loss, self._batches[0]))
 
     def __call__(self) -> float:
         """The score of the live weights, the same bits on every rank. Collective; model in eval
         mode.
         """
-        trainer = self._trainer
-        kept = {name: copy.deepcopy(getattr(trainer, name, None)) for name in _METRIC_STORES}
-        losses: list[float] = []
-        weights: list[int] = []
-        for batch in self._batches:
-            inputs = dict(batch) if isinstance(batch, dict) else batch
-            loss, _, _ = trainer.prediction_step(trainer.model, inputs, prediction_loss_only=True)
-            if loss is None:
-                raise TrainingError(
-                    "the Trainer computes no loss on evaluation batches (no labels in them); "
-                    "give the evaluation set "
-                    'labels, or use SoupConfig(gate="none")'
-                )
-            weights.append(num_examples(batch))
-            losses.append(float(loss) * weights[-1])
-        for name, value in kept.items():
-            if value is not None:
-                setattr(trainer, name, value)
-        sums = self._ranks.gather((math.fsum(losses), sum(weights)))
+        weights = [num_examples(batch) for batch in self._batches]
+        # One batch at a time: a rank that fails must not leave the others in the next collective.
+        losses = [self._ranks.on_each(partial(self._loss, batch)) for batch in self._batches]
+        weighted = math.fsum(loss * weight for loss, weight in zip(losses, weights, strict=True))
+        sums = self._ranks.gather((weighted, sum(weights)))
         return math.fsum(loss for loss, _ in sums) / sum(weight for _, weight in sums)
 
+    def _loss(self, batch: Any) -> float:
+        """The Trainer's loss on one batch; what it notes of evaluations stays as it was."""
+        trainer = self._trainer
+        kept = {
+            name: copy.deepcopy(getattr(trainer, name))
+            for name in _METRIC_STORES
+            if getattr(trainer, name, None) is not None
+        }
+        inputs = dict(batch) if isinstance(batch, dict) else batch
+        loss, _, _ = trainer.prediction_step(trainer.model, inputs, prediction_loss_only=True)
+        for name, value in kept.items():
+            setattr(trainer, name, value)
+        if loss is None:
+            raise TrainingError(
+                "the Trainer computes no loss on evaluation batches (no labels in them); give the "
+                'evaluation set labels, or use SoupConfig(gate="none")'
+            )
+        return float(loss)
 
-def _first_batches(loader: Any, count: int) -> list[Any]:
+
+def _first_batches(trainer: Any, key: str | None, count: int) -> list[Any]:
+    loader = trainer.get_eval_dataloader(key)
     iterator = iter(loader)
     batches = [to_host(batch) for batch in islice(iterator, count)]
     # accelerate's loaders sign in when they are iterated and out at their end, which is not reached

@@ -11,6 +11,7 @@ Whoever calls can undo: it writes in place.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -74,18 +75,17 @@ def merge_into(
             already: undo them. Any other fault of one rank (memory, a disk) is raised on all, too.
     """
     own: list[MatrixReport] = []
+
+    def share(name: str | None) -> Tensor | None:
+        if name is None:
+            return None
+        value, report = merged_weight(name, store, base=base, partner=partner, rule=rule)
+        own.append(report)
+        return value
+
     for names in rounds(store, ranks.world_size):
-        value: Tensor | None = None
-        error: Exception | None = None
-        if ranks.rank < len(names):
-            try:
-                value, report = merged_weight(
-                    names[ranks.rank], store, base=base, partner=partner, rule=rule
-                )
-                own.append(report)
-            except Exception as found:  # noqa: BLE001 - raised on every rank below
-                error = found
-        ranks.raise_together(error)
+        mine = names[ranks.rank] if ranks.rank < len(names) else None
+        value = ranks.on_each(partial(share, mine))
         for owner, name in enumerate(names):
             live = store.read(name)
             shared = value if owner == ranks.rank and value is not None else _room_for(live)

@@ -10,7 +10,7 @@ name: they need a store of their own, whose `read` gathers and whose `write` sca
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -102,8 +102,8 @@ class ModelTensors:
     TensorSource.
     """
 
-    def __init__(self, model: nn.Module, *, replaced: Mapping[str, Tensor] | None = None) -> None:
-        """Look at the live tensors of `model`; `replaced` gives other values for some names."""
+    def __init__(self, model: nn.Module) -> None:
+        """Look at the live tensors of `model`."""
         inner = unwrap(model)
         tied = set(getattr(inner, "all_tied_weights_keys", None) or {})
         ignored = set(getattr(inner, "_keys_to_ignore_on_save", None) or ())
@@ -123,7 +123,6 @@ class ModelTensors:
             if tensor.numel() and self.name_at.setdefault(_location(tensor), name) != name:
                 continue
             self._tensors[name] = tensor
-        self._replaced = replaced or {}
         self.names: tuple[str, ...] = tuple(sorted(self._tensors))
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -136,7 +135,7 @@ class ModelTensors:
 
     def tensor(self, name: str) -> Tensor:
         """The tensor on the CPU in its own dtype; on a CPU model it shares the model's memory."""
-        return self._replaced.get(name, self._tensors[name]).detach().cpu()
+        return self._tensors[name].detach().cpu()
 
 
 class ParamStore:
@@ -170,8 +169,8 @@ class ParamStore:
 
     @property
     def devices(self) -> set[torch.device]:
-        """Devices that hold parameters."""
-        return {parameter.device for parameter in self.parameters.values()}
+        """Devices that hold parameters of the model, those that take no part among them."""
+        return {parameter.device for parameter in self.model.parameters()}
 
     @property
     def dtypes(self) -> str:
@@ -242,14 +241,27 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     return (row_sums * factors).sum()
 
 
-def zero_moments(optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:
-    """Make the optimizer's state of `parameters` what it is before the first step, in place."""
+def innermost(optimizer: Any) -> Any:
+    """The optimizer inside wrappers such as accelerate's."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
-    for parameter in parameters:
-        state = optimizer.state.get(parameter, {})
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                value.zero_()
-            elif isinstance(value, (int, float)) and not isinstance(value, bool):
-                state[key] = type(value)(0)
+    return optimizer
+
+
+def reset_moments(optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:
+    """Let the optimizer forget its state of `parameters`, as before its first step."""
+    inner = innermost(optimizer)
+    chosen = set(map(id, parameters))
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            state = inner.state.get(parameter)
+            if not state or id(parameter) not in chosen:
+                continue
+            if isinstance(inner, torch.optim.Adagrad):
+                # The only one of torch that makes its state when it is built, and needs it.
+                state["sum"].fill_(group["initial_accumulator_value"])
+                state["step"].zero_()
+            else:
+                # Not zeroed: zero is no start for step sizes (Rprop, ASGD) or for copies of weights
+                # (schedule-free ones). A state that is gone is made anew by the next step.
+                del inner.state[parameter]

@@ -1,9 +1,8 @@
 """The ranks of a run as one object: who am I, tell the others, agree with the others.
 
-One process without torch.distributed is the case world_size = 1, where every method is local. Every
-other method is
-collective: all ranks enter it, in the same order. An error on one rank becomes an error on all,
-because a rank that leaves alone makes the others wait for ever.
+One process without torch.distributed is the case world_size = 1, where every method is local.
+Otherwise every method is collective: all ranks enter it, in the same order. An error on one rank
+becomes an error on all, because a rank that leaves alone makes the others wait for ever.
 """
 
 from __future__ import annotations
@@ -87,6 +86,21 @@ class Ranks:
             raise box[1]
         result: T = box[0]
         return result
+
+    def on_each(self, act: Callable[[], T]) -> T:
+        """Run `act`, which must not be collective unless it fails on all ranks or none, on every
+        rank; each returns its own result, or all raise as `raise_together` says.
+        """
+        if self.world_size == 1:
+            return act()
+        result: list[T] = []
+        error: Exception | None = None
+        try:
+            result.append(act())
+        except Exception as found:  # noqa: BLE001 - raised on every rank below
+            error = found
+        self.raise_together(error)
+        return result[0]
 
     def raise_together(self, error: Exception | None) -> None:
         """Raise on every rank if any rank brings an error; the lowest rank's text.

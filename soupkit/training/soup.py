@@ -2,13 +2,12 @@
 framework.
 
     merge point at step N: score the run's weights; merge them with the best captured ones; score
-        the result on the same
-    batches; keep it if it is at least as good, else put the old weights back bit for bit; capture
-    the weights the run goes on with, if they are the best so far.
+    the result on the same batches; keep it if it is at least as good, else put the old weights back
+    bit for bit; capture the weights the run goes on with, if they are the best so far.
 
 The state on disk is written last and at once, so a process that dies anywhere leaves the state
-before step N or after it. The same seed, data and state give the same bits, whether or not the run
-was stopped in between.
+before step N or after it; a fault that is caught leaves the weights that belong to the state. The
+same seed, data and state give the same bits, whether or not the run was stopped in between.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from soupkit.tracking import ScalarWriter, say
 from soupkit.training.guards import evaluation_mode, held_interrupts, preserved_rng
 from soupkit.training.judge import Judge
 from soupkit.training.merging import merge_into, restore
-from soupkit.training.params import ParamStore, zero_moments
+from soupkit.training.params import ParamStore, reset_moments
 from soupkit.training.ranks import Ranks
 from soupkit.training.report import MergeReport
 from soupkit.training.state import Partner, Snapshot, SoupFolder, SoupState, write_tensors
@@ -141,10 +140,14 @@ class SoupRun:
             self._commit(state)
 
     def clean(self) -> None:
-        """Delete states that belong to no checkpoint any more. Local, on rank 0."""
-        steps = self._checkpoint_steps()
-        if self.ranks.is_zero and steps is not None:
-            self.folder.clean(steps)
+        """Delete states that belong to no checkpoint any more. Collective."""
+
+        def forget() -> None:
+            steps = self._checkpoint_steps()
+            if steps is not None:
+                self.folder.clean(steps)
+
+        self.ranks.on_zero(forget)
 
     def close(self) -> None:
         """Close the scalar writer."""
@@ -156,15 +159,11 @@ class SoupRun:
         """The score of the live weights, the same bits on every rank; None without a gate."""
         if self._evaluate is None:
             return None
+        evaluate = self._evaluate
         # The same generator state for every scoring: a model or a loss that draws draws the same.
         seeded = preserved_rng(self.store.devices, seed=self.config.seed)
-        score, error = math.nan, None
         with seeded, evaluation_mode(self.store.model):
-            try:
-                score = float(self._evaluate())
-            except Exception as found:  # noqa: BLE001 - raised on every rank
-                error = found
-        self.ranks.raise_together(error)
+            score = self.ranks.on_each(lambda: float(evaluate()))
         return self.ranks.mean(score)
 
     def _capture_first(self, step: int, metric: float | None) -> None:
@@ -183,20 +182,23 @@ class SoupRun:
 
     def _merge(self, step: int, partner: Partner, metric: float | None) -> MergeReport:
         started = time.perf_counter()
+        former = self.state
         self.ranks.on_zero(lambda: write_tensors(self.folder.undo_path, self.store, durable=False))
-        saved = Snapshot(self.folder.undo_path)
+        saved = self.ranks.on_each(lambda: Snapshot(self.folder.undo_path))
         before = self.store.checksum()
         try:
-            trial = self._try(Snapshot(self.folder.partner_path(partner.step)))
-        except BaseException:
-            # Ctrl-C, or an evaluation that failed: whoever catches it finds the old weights, not
-            # half of new ones.
+            captured = self.folder.partner_path(partner.step)
+            trial = self._try(self.ranks.on_each(lambda: Snapshot(captured)))
             with held_interrupts():
-                restore(self.store, saved)
+                report = self._report(step, partner, trial, started=started)
+                self._conclude(report, partner, metric, saved=saved, before=before)
+        except BaseException:
+            # Ctrl-C, an evaluation that failed, a full disk: whoever catches it finds the old
+            # weights, not half of new ones, nor new ones that the state knows nothing of.
+            if self.state is former:
+                with held_interrupts():
+                    restore(self.store, saved)
             raise
-        with held_interrupts():
-            report = self._report(step, partner, trial, started=started)
-            self._conclude(report, partner, metric, saved=saved, before=before)
         self._tell(report)
         return report
 
@@ -251,14 +253,7 @@ class SoupRun:
         if chosen is not None and not from_undo:
             self._capture(chosen.step)
         if not stays:
-            restore(self.store, saved)
-            if self.store.checksum() != before:
-                raise TrainingError(
-                    f"step {report.step}: the weights after the undo are not those before the "
-                    f"merge; the undo file {saved.path} was changed: resume from a checkpoint"
-                )
-        elif self.config.optimizer_state == "reset":
-            zero_moments(self._optimizer, list(self.store.parameters.values()))
+            self.ranks.on_each(lambda: self._undo(saved, before))
         if chosen is not None and from_undo:
             self.ranks.on_zero(lambda: self.folder.keep_undo_as_partner(report.step))
         refused = 0 if report.accepted else self.state.refused_in_a_row + 1
@@ -271,6 +266,16 @@ class SoupRun:
             history=(*self.state.history, report.to_json(matrices=False)),
         )
         self._commit(state, report=report)
+        if stays and self.config.optimizer_state == "reset":
+            reset_moments(self._optimizer, list(self.store.parameters.values()))
+
+    def _undo(self, saved: Snapshot, before: str) -> None:
+        restore(self.store, saved)
+        if self.store.checksum() != before:
+            raise TrainingError(
+                "the weights after the undo are not those before the merge: the undo file "
+                f"{saved.path} was changed meanwhile; resume from a checkpoint"
+            )
 
     def _capture(self, step: int) -> None:
         path = self.folder.partner_path(step)
@@ -289,11 +294,11 @@ class SoupRun:
             if report is not None:
                 self.folder.write_report(report.step, report.to_json())
             self.folder.write_state(state)
-            self.clean()
-            self.folder.drop_undo()
 
         self.ranks.on_zero(write)
         self.state = state
+        self.clean()
+        self.ranks.on_zero(self.folder.drop_undo)
 
     def _tell(self, report: MergeReport) -> None:
         kind = "" if self.config.feed_back else "side soup, "
@@ -305,7 +310,12 @@ class SoupRun:
                 'or try method="mean" or a higher rank'
             )
         if self._writer is not None:
-            self._writer.add(report.step, report.scalars())
+            try:
+                self._writer.add(report.step, report.scalars())
+            except OSError as error:
+                # The merge is done and the other ranks have gone on: figures are not worth the run.
+                self._say(f"no more scalars for TensorBoard: {error}")
+                self._writer = None
 
     def _say(self, text: str) -> None:
         if self.ranks.is_zero:
