@@ -1,10 +1,16 @@
-"""Shared by the serving tests: a tiny random family with a tokenizer, and dense oracles for it."""
+"""Shared by the serving tests: a tiny random family with a tokenizer, dense oracles, a server."""
 
-from collections.abc import Callable, Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
@@ -19,6 +25,7 @@ from soupkit.bitdelta import decode_tensor
 from soupkit.bundle import LoadedVariant, open_family, open_variant
 from soupkit.checkpoint import open_checkpoint
 from soupkit.export import export_variant
+from soupkit.serving.server import Server, build_service, make_server
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
@@ -164,3 +171,63 @@ def greedy(model: Any, tokens: list[int], count: int, *, stop: int | None = 1) -
         pad_token_id=1,
     )[0, len(tokens) :].tolist()
     return [token for token in out if token != stop]
+
+
+WAIT = 60
+TOKENIZER = make_tokenizer()
+
+
+def wait_for(condition: Any, what: str) -> None:
+    deadline = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < deadline, f"never: {what}"
+        time.sleep(0.005)
+
+
+@contextmanager
+def serving(
+    root: Path, *, keys: tuple[str, ...] = (), **settings: Any
+) -> Iterator[tuple[Server, str]]:
+    """A real server on a free port, in a thread."""
+    service = build_service(root / "family", **({"max_running": 8} | settings))
+    server = make_server(service, host="127.0.0.1", port=0, keys=keys)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_for(lambda: server.started or not thread.is_alive(), "the server starts")
+        host, port = server.address
+        yield server, f"http://{host}:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(WAIT)
+        assert not thread.is_alive()
+
+
+def client_of(url: str, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=WAIT)
+
+
+class Oracle:
+    """Texts of the dense models."""
+
+    def __init__(self, root: Path) -> None:
+        self._models = {name: dense(root, name) for name in VARIANTS} | {"base": dense(root, None)}
+
+    def __call__(self, model: str, prompt: str, count: int, *, special: bool = True) -> str:
+        ids = TOKENIZER(prompt, add_special_tokens=special)["input_ids"]
+        return str(
+            TOKENIZER.decode(greedy(self._models[model], ids, count), skip_special_tokens=True)
+        )
+
+
+def chat_text(question: str) -> str:
+    return f"<|user|>{question}</s><|assistant|>"
+
+
+def metrics_of(url: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
+        for sample in family.samples:
+            if "le" not in sample.labels:
+                found[",".join([sample.name, *sample.labels.values()])] = sample.value
+    return found

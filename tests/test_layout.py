@@ -33,9 +33,9 @@ ONLY_IN = {
     "accelerate": {"soupkit/training/accelerate.py"},
     "peft": set(),
     "deepspeed": set(),
-    "fastapi": {"soupkit/serving/server.py"},
+    "fastapi": {"soupkit/serving/app.py"},
     "uvicorn": {"soupkit/serving/server.py"},
-    "prometheus_client": {"soupkit/serving/server.py", "soupkit/serving/metrics.py"},
+    "prometheus_client": {"soupkit/serving/metrics.py"},
     "typer": {"soupkit/cli.py"},
 }
 L1_MAY_IMPORT = {"torch", "numpy", "soupkit", "soupkit_kernels"}

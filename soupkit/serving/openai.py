@@ -24,8 +24,10 @@ def _is_unicode(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_is_unicode)]
-TokenIds = list[Annotated[int, Field(ge=0)]]
-Stop = Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None
+# Lists end at their first fault: a message for each of a million entries would fill the memory.
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+Texts = Annotated[list[Text], Field(fail_fast=True, max_length=MAX_CHOICES)]
+Stop = Text | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_STOPS)] | None
 
 
 class ApiError(Exception):
@@ -52,16 +54,18 @@ class ApiError(Exception):
         return {"error": message}
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _Body(BaseModel):
+    """A JSON object of a request: no unknown fields, no guessing of types."""
 
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Body):
     include_usage: bool = False
 
 
-class _Request(BaseModel):
+class _Request(_Body):
     """What both kinds of completion share."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: Text
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -78,7 +82,7 @@ class _Request(BaseModel):
     # passes.
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
 
     @property
     def num_choices(self) -> int:
@@ -131,7 +135,12 @@ class _Request(BaseModel):
 
 
 class CompletionRequest(_Request):
-    prompt: Text | list[Text] | TokenIds | list[TokenIds]
+    prompt: (
+        Text
+        | Texts
+        | TokenIds
+        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_CHOICES)]
+    )
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
@@ -156,18 +165,14 @@ class CompletionRequest(_Request):
         return {"suffix": (None, ""), "best_of": (None, self.num_choices)}
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class TextPart(_Body):
     type: Literal["text"]
     text: Text
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class Message(_Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
     name: Text | None = None
 
     def as_template_input(self) -> dict[str, str]:
@@ -179,7 +184,7 @@ class Message(BaseModel):
 
 
 class ChatRequest(_Request):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -190,7 +195,7 @@ class ChatRequest(_Request):
     functions: list[Any] | None = None
     function_call: Any = None
     response_format: dict[str, Any] | None = None
-    modalities: list[str] | None = None
+    modalities: list[Any] | None = None
     reasoning_effort: str | None = None
 
     @property
@@ -221,15 +226,26 @@ class ChatRequest(_Request):
 
 
 def field_error(errors: list[dict[str, Any]]) -> ApiError:
-    """The 400 for what pydantic found wrong with a body, naming the first field."""
+    """The 400 for what pydantic found wrong with a body, naming the first field.
+
+    A field of several forms has an error for each form: all are told.
+    """
     first = errors[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', '')}")
-    name = path[0] if path else None
+    name = str(first["loc"][1]) if len(first["loc"]) > 1 else None
+    if name is None:
+        return ApiError(400, "the body is no JSON object, or its Content-Type does not say so")
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{'.'.join(path)}: this server knows no such field", param=name)
-    return ApiError(400, f"{'.'.join(path) or 'body'}: {first['msg']}", param=name)
+        return ApiError(400, f"{_path(first)}: this server knows no such field", param=name)
+    told = [f"{_path(error)}: {error['msg']}" for error in errors if error["loc"][1] == name]
+    return ApiError(400, "; or ".join(dict.fromkeys(told)), param=name)
+
+
+def _path(error: dict[str, Any]) -> str:
+    """Where in a body an error is, as in messages.0.role; without pydantic's names of the forms."""
+    parts = [str(part) for part in error["loc"][1:]]
+    return ".".join(part for part in parts if "[" not in part)
 
 
 def model_list(names: list[str], *, created: int) -> dict[str, Any]:

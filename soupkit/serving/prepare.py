@@ -2,9 +2,8 @@
 settings.
 """
 
+import asyncio
 from typing import Any
-
-from jinja2.exceptions import TemplateError
 
 from soupkit.bundle import VariantRef
 from soupkit.errors import SoupkitError
@@ -26,7 +25,7 @@ async def completion_answer(service: Service, body: CompletionRequest) -> Answer
     choices: list[Choice] = []
     prompt_tokens = 0
     for prompt in body.prompts:
-        tokens = _encode(text.tokenizer, prompt) if isinstance(prompt, str) else prompt
+        tokens = await _encode(text.tokenizer, prompt) if isinstance(prompt, str) else prompt
         _check_tokens(service, tokens, text.tokenizer, param="prompt")
         prompt_tokens += len(tokens)
         limit = _token_limit(
@@ -82,7 +81,7 @@ async def chat_answer(service: Service, body: ChatRequest) -> Answer:
     """The answer to a chat completion, not yet submitted. Raises ApiError."""
     body.refuse_unsupported()
     ref, text = await _model(service, body.model)
-    tokens = _render(text.tokenizer, body)
+    tokens = await _render(text.tokenizer, body)
     _check_tokens(service, tokens, text.tokenizer, param="messages")
     param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     limit = _token_limit(
@@ -118,26 +117,26 @@ async def _model(service: Service, name: str) -> tuple[VariantRef | None, Any]:
         raise ApiError(503, message, code="variant_unavailable") from error
 
 
-def _encode(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+async def _encode(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
+    # Not on the event loop: a long text would hold up everybody's stream.
+    found = await asyncio.to_thread(tokenizer, text, add_special_tokens=special)
+    return list(found["input_ids"])
 
 
-def _render(tokenizer: Any, body: ChatRequest) -> list[int]:
+async def _render(tokenizer: Any, body: ChatRequest) -> list[int]:
     if tokenizer.chat_template is None:
-        raise ApiError(
-            400,
-            f"the model {body.model!r} has no chat template; use /v1/completions",
-            param="messages",
-        )
+        message = f"the model {body.model!r} has no chat template; use /v1/completions"
+        raise ApiError(400, message, param="messages")
     messages = [message.as_template_input() for message in body.messages]
     try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except TemplateError as error:
-        raise ApiError(
-            400, f"messages: the chat template refuses them: {error}", param="messages"
-        ) from error
+        text = await asyncio.to_thread(
+            tokenizer.apply_chat_template, messages, add_generation_prompt=True, tokenize=False
+        )
+    except Exception as error:  # a template is a program and may raise anything
+        message = f"messages: the chat template refuses them: {error}"
+        raise ApiError(400, message, param="messages") from error
     # The template writes its special tokens itself.
-    return _encode(tokenizer, text, special=False)
+    return await _encode(tokenizer, text, special=False)
 
 
 def _check_tokens(service: Service, tokens: list[int], tokenizer: Any, *, param: str) -> None:

@@ -90,7 +90,7 @@ class Texts:
     def __init__(self, catalog: Catalog, base: Checkpoint) -> None:
         self.base = load_text_setup(base.path)
         self._catalog, self._files = catalog, base.files()
-        self._known: dict[tuple[str, str], TextSetup] = {}
+        self._readings: dict[tuple[str, str], asyncio.Task[TextSetup]] = {}
 
     async def of(self, ref: VariantRef | None) -> TextSetup:
         """The text setup of a variant, or of the base for None.
@@ -101,12 +101,20 @@ class Texts:
         if ref is None:
             return self.base
         key = (ref.path, ref.digest)
-        if key not in self._known:
-            # Not on the threads that load weights: a slow load must not delay another variant.
-            found = await asyncio.to_thread(self._read_variant, ref)
+        if key not in self._readings:
             live = {(r.path, r.digest) for r in self._catalog.variants.values()}
-            self._known = {k: v for k, v in self._known.items() if k in live} | {key: found}
-        return self._known[key]
+            self._readings = {k: v for k, v in self._readings.items() if k in live}
+            # Not on the threads that load weights: a slow load must not delay another variant.
+            reading = asyncio.to_thread(self._read_variant, ref)
+            self._readings[key] = asyncio.create_task(reading)
+        task = self._readings[key]
+        try:
+            # One reading for all who ask; a client that goes away must not end it for the others.
+            return await asyncio.shield(task)
+        finally:
+            # A failure is for those who waited; the next request tries again.
+            if task.done() and (task.cancelled() or task.exception() is not None):
+                self._readings.pop(key, None)
 
     def _read_variant(self, ref: VariantRef) -> TextSetup:
         folder = self._catalog.family.folder(ref.name)

@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from soupkit.bundle import LoadedVariant, VariantRef
 from soupkit.checkpoint import Checkpoint
+from soupkit.config import BASE_NAME
 from soupkit.errors import ServingError, SoupkitError
 
 from .cache import DeltaCache, Evicted
@@ -44,12 +46,12 @@ class Service:
         base: Checkpoint,
         engine: Any,
         *,
-        base_name: str,
         cache_bytes: int,
         limits: Limits,
         pin: tuple[str, ...] = (),
     ) -> None:
-        self.catalog, self.engine, self.base_name = catalog, engine, base_name
+        self.catalog, self.engine = catalog, engine
+        self._folder_name = Path(base.source).name
         self.metrics = Metrics()
         self.router = Router(DeltaCache(cache_bytes), self, clock=time.monotonic, limits=limits)
         self.draining = False
@@ -84,15 +86,21 @@ class Service:
     def ready(self) -> bool:
         return bool(self.engine.alive) and not self.draining
 
+    @property
+    def base_name(self) -> str:
+        """The base's folder name, unless a variant has it: that name is the variant's then."""
+        return BASE_NAME if self._folder_name in self.catalog.variants else self._folder_name
+
     def names(self) -> list[str]:
         """Model ids, the base's own first."""
         self._refresh()
-        return [self.base_name, *(n for n in self.catalog.variants if n != self.base_name)]
+        return [self.base_name, *self.catalog.variants]
 
     def resolve(self, model: str) -> VariantRef | None:
         """The variant of a model id, None for the base. Raises KeyError for an unknown id."""
         self._refresh()
-        if model in (self.base_name, BASE_DIGEST):
+        # No variant may be called BASE_NAME.
+        if model in (self.base_name, BASE_NAME):
             return None
         return self.catalog.variants[model]
 
