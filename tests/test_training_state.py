@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from soup_runs import assert_equal_weights, load, saved_base, tiny_llama, weight
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from soupkit import SoupConfig
+from soupkit import ExportConfig, SoupConfig
 from soupkit.errors import TrainingError
 from soupkit.training import Soup
 from soupkit.training.merging import cost_of, rounds
@@ -278,6 +279,35 @@ def test_the_base_is_the_folder_the_model_came_from_or_its_step_0_weights(tmp_pa
     assert (tmp_path / "bf16" / "soup" / "base").exists()
 
 
+def test_a_folder_that_another_living_run_uses_is_refused(tmp_path):
+    """They would merge with each other's captured weights."""
+    base = saved_base(tmp_path / "base")
+    run(load(base), tmp_path / "run", steps=2)
+    kept = sorted(path.name for path in (tmp_path / "run" / "soup").iterdir())
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            run(load(base), tmp_path / "run", steps=2)
+        except TrainingError as error:
+            os.write(theirs, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    os.waitpid(child, 0)
+    assert "in use by another run" in os.read(ours, 1000).decode()
+    os.close(ours)
+    assert sorted(path.name for path in (tmp_path / "run" / "soup").iterdir()) == kept
+
+
+def test_a_disk_without_room_for_a_merge_is_refused_before_step_1(tmp_path, monkeypatch):
+    """TB65."""
+    few = shutil.disk_usage(tmp_path)._replace(free=10_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: few)
+    with pytest.raises(TrainingError, match="GB free"):
+        run(load(saved_base(tmp_path / "base")), tmp_path / "run")
+
+
 def test_a_new_run_in_an_old_folder_starts_afresh(tmp_path, capfd):
     base = saved_base(tmp_path / "base")
     run(load(base), tmp_path / "run", steps=4)
@@ -348,3 +378,34 @@ def test_a_plain_loop_resumes_bit_for_bit_and_keeps_what_its_checkpoints_need(tm
     soup.load(tmp_path / "mine" / "3")
     go_on(7)
     assert_equal_weights(weights_of(whole), weights_of(model))
+
+
+def overwritten(base, other):
+    (base / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
+
+
+def replaced(base, other):
+    os.replace(other / "model.safetensors", base / "model.safetensors")
+
+
+def removed(base, other):
+    shutil.rmtree(base)
+
+
+@pytest.mark.parametrize("change", [overwritten, replaced, removed])
+def test_a_base_that_changes_during_the_run_is_noticed(tmp_path, change):
+    """TB63: no merge, no export and no resume against other weights of the same shapes."""
+    base = saved_base(tmp_path / "base")
+    model = load(base)
+    soup = run(model, tmp_path / "run", steps=2)
+    change(base, saved_base(tmp_path / "other", seed=9))
+    before = weights_of(model)
+    report = soup.step()
+    assert not report.accepted
+    assert "base" in report.reason
+    assert_equal_weights(before, weights_of(model))
+    with pytest.raises(TrainingError, match="base"):
+        soup.finish(export=ExportConfig(family=tmp_path / "family", name="x"))
+    assert not (tmp_path / "family").exists()
+    with pytest.raises(TrainingError, match="base"):
+        run(model, tmp_path / "run", resume=3)

@@ -100,6 +100,43 @@ def test_resuming_an_older_checkpoint_forgets_what_came_later(base, tmp_path):
     assert soup_steps(folder)[-1] == 6
 
 
+class Interrupted(TrainerCallback):
+    """Ctrl-C before a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def test_a_resume_of_the_wrong_checkpoint_can_be_taken_back(base, tmp_path):
+    """Later states go when the resumed run writes its own, not when it starts."""
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    trainer = make_trainer(base, whole, [SoupCallback(UNGATED)], **SAVE)
+    trainer.train()
+    shutil.copytree(whole, folder)
+    for path in folder.glob("checkpoint-[678]"):
+        shutil.rmtree(path)
+    mistaken = make_trainer(base, folder, [SoupCallback(UNGATED), Interrupted(1)], **SAVE)
+    with pytest.raises(KeyboardInterrupt):
+        mistaken.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+    resumed = make_trainer(base, folder, [SoupCallback(UNGATED)], **SAVE)
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-5"))
+    assert_equal_weights(weights_of(trainer.model), weights_of(resumed.model))
+
+
+def test_a_callback_that_is_added_too_late_says_so(base, tmp_path):
+    class Adds(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            trainer.add_callback(SoupCallback(EVERY_2))
+
+    trainer = make_trainer(base, tmp_path, [Adds()])
+    with pytest.raises(TrainingError, match=r"before trainer\.train"):
+        trainer.train()
+
+
 def test_a_resumed_checkpoint_must_be_the_one_of_the_state(base, tmp_path):
     """TB43: the state remembers which weights it is about."""
     folder, other = tmp_path / "run", tmp_path / "other"

@@ -19,7 +19,7 @@ from torch import nn
 
 from soupkit.checkpoint import Checkpoint, checkpoint_fingerprint, open_checkpoint
 from soupkit.delta import TensorSource
-from soupkit.errors import CheckpointError, TrainingError
+from soupkit.errors import CheckpointError, MergeError, TrainingError
 from soupkit.files import atomic_write_json, fsync_path, fsync_tree
 from soupkit.tracking import say
 from soupkit.training.params import ModelTensors, unwrap
@@ -27,9 +27,7 @@ from soupkit.training.state import BaseRecord, SoupFolder, write_tensors
 
 
 def equal_weights(checkpoint: TensorSource, model: TensorSource) -> bool:
-    """Whether two sources hold the same tensors, compared as float32 (float64 where one side has
-    it).
-    """
+    """Whether two sources hold the same tensors, as float32 (float64 where one side has it)."""
     if set(checkpoint.names) != set(model.names):
         return False
     if any(checkpoint.shape(name) != model.shape(name) for name in model.names):
@@ -155,10 +153,39 @@ def open_base(record: BaseRecord, folder: SoupFolder) -> Checkpoint:
         ) from error
 
 
+def check_fingerprint(base: Checkpoint, record: BaseRecord) -> None:
+    """Raise TrainingError unless `base` has the weights that the run began with. On one rank."""
+    if checkpoint_fingerprint(base) != record.fingerprint:
+        raise TrainingError(
+            f"the base {base.path} has other weights than when this run began: deltas against it "
+            "would be useless; bring the old weights back, or name their folder with base="
+        )
+
+
+Stamp = tuple[tuple[int, int, int], ...]
+
+
+def file_stamp(base: Checkpoint) -> Stamp:
+    """Inode, bytes and time of change of the base's weight files. Raises OSError."""
+    stats = [path.stat() for path in base.weight_files]
+    return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)
+
+
+def check_untouched(base: Checkpoint, stamp: Stamp) -> None:
+    """Raise MergeError if the base's files are not those that `stamp` was taken of. On one rank."""
+    try:
+        found = file_stamp(base)
+    except OSError as error:
+        raise MergeError(f"the base cannot be read any more: {error}") from error
+    if found != stamp:
+        raise MergeError(
+            f"the base {base.path} was written to since this run began: its deltas would be "
+            "against other weights"
+        )
+
+
 def check_base(base: Checkpoint, store: TensorSource) -> None:
-    """Raise TrainingError unless the base has every parameter that takes part, in the same
-    shape.
-    """
+    """Raise TrainingError unless the base has every parameter that takes part, in its shape."""
     names = set(base.names)
     for name in store.names:
         if name not in names:

@@ -21,6 +21,7 @@ from soupkit.errors import TrainingError
 from soupkit.export import ExportReport, export_variant
 from soupkit.family import open_family
 from soupkit.tracking import say
+from soupkit.training.base import check_fingerprint, open_base
 from soupkit.training.params import ModelTensors, unwrap
 from soupkit.training.ranks import Ranks
 from soupkit.training.soup import SoupRun
@@ -74,9 +75,7 @@ class _SideSoup:
 
 
 def final_weights(run: SoupRun) -> TensorSource:
-    """What the run ends with: its live weights, or its side soup where training does not see the
-    merges.
-    """
+    """What the run ends with: its live weights, or its side soup if training sees no merges."""
     live = ModelTensors(run.store.model)
     partner = run.state.partner
     if run.config.feed_back or partner is None:
@@ -99,12 +98,15 @@ def export_run(
     ranks: Ranks = run.ranks
 
     def write() -> ExportReport:
-        check_export(export, run.base, run.store.model)
+        # Opened anew: the run's own is mapped, and may be of files that are no longer there.
+        base = open_base(run.state.base, run.folder)
+        check_fingerprint(base, run.state.base)
+        check_export(export, base, run.store.model)
         with tempfile.TemporaryDirectory(prefix="soupkit-") as companions:
             _save_model_files(run.store.model, Path(companions))
             save_companions(Path(companions))
             report = export_variant(
-                run.base,
+                base,
                 final_weights(run),
                 family=export.family,
                 name=export.name,

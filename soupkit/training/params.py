@@ -179,6 +179,11 @@ class ParamStore:
             sorted({str(p.dtype).removeprefix("torch.") for p in self.parameters.values()})
         )
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters that take part."""
+        return sum(parameter.nbytes for parameter in self.parameters.values())
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Whole shape of one parameter."""
         return tuple(self.parameters[name].shape)

@@ -23,6 +23,7 @@ from soupkit.config import SoupConfig
 from soupkit.errors import MergeError, TrainingError
 from soupkit.merge import MatrixReport, MergeRule
 from soupkit.tracking import ScalarWriter, say
+from soupkit.training.base import check_untouched, file_stamp
 from soupkit.training.guards import evaluation_mode, held_interrupts, preserved_rng
 from soupkit.training.judge import Judge
 from soupkit.training.merging import merge_into, restore
@@ -62,6 +63,7 @@ class SoupRun:
         writer: ScalarWriter | None = None,
         checkpoint_steps: Callable[[], Iterable[int] | None] = lambda: None,
         metric_name: str = "eval_loss",
+        resumed_at: int | None = None,
     ) -> None:
         """Go on from `state`.
 
@@ -70,6 +72,8 @@ class SoupRun:
             writer: on rank 0, where scalars are wanted.
             checkpoint_steps: steps of the checkpoints that exist; None: unknown, keep every state.
             metric_name: what the score is called in reports.
+            resumed_at: step of the checkpoint this run goes on from; what the folder holds of later
+                steps is deleted when this run writes there, no sooner.
         """
         self.config = config
         self.store = store
@@ -82,6 +86,8 @@ class SoupRun:
         self._writer = writer
         self._checkpoint_steps = checkpoint_steps
         self._metric_name = metric_name
+        self._resumed_at = resumed_at
+        self._base_stamp = file_stamp(base)
         self._judge = Judge(
             feed_back=config.feed_back,
             is_gated=self._evaluate is not None,
@@ -143,11 +149,19 @@ class SoupRun:
         """Delete states that belong to no checkpoint any more. Collective."""
 
         def forget() -> None:
+            self._forget_later_steps()
             steps = self._checkpoint_steps()
             if steps is not None:
                 self.folder.clean(steps)
 
         self.ranks.on_zero(forget)
+
+    def _forget_later_steps(self) -> None:
+        """Delete what an earlier life wrote after the step this one goes on from. On one rank."""
+        step, self._resumed_at = self._resumed_at, None
+        gone = [] if step is None else self.folder.forget_after(step)
+        if gone:
+            say(f"resumed at step {step}: the state of later steps up to {gone[-1]} is deleted")
 
     def close(self) -> None:
         """Close the scalar writer."""
@@ -183,7 +197,12 @@ class SoupRun:
     def _merge(self, step: int, partner: Partner, metric: float | None) -> MergeReport:
         started = time.perf_counter()
         former = self.state
-        self.ranks.on_zero(lambda: write_tensors(self.folder.undo_path, self.store, durable=False))
+
+        def prepare() -> None:
+            self._forget_later_steps()
+            write_tensors(self.folder.undo_path, self.store, durable=False)
+
+        self.ranks.on_zero(prepare)
         saved = self.ranks.on_each(lambda: Snapshot(self.folder.undo_path))
         before = self.store.checksum()
         try:
@@ -225,6 +244,7 @@ class SoupRun:
         current = self._score()
         score_seconds = time.perf_counter() - started
         try:
+            self.ranks.on_zero(lambda: check_untouched(self.base, self._base_stamp))
             matrices = merge_into(
                 self.store, base=self.base, partner=partner, rule=self._rule, ranks=self.ranks
             )
@@ -289,6 +309,7 @@ class SoupRun:
         state = replace(state, weights=weights, dtypes=self.store.dtypes)
 
         def write() -> None:
+            self._forget_later_steps()
             if capture:
                 write_tensors(self.folder.partner_path(state.step), self.store, durable=True)
             if report is not None:

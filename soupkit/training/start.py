@@ -7,6 +7,7 @@ loads a checkpoint after all objects are built), so `Preparation` looks at the m
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,14 @@ from soupkit.config import SoupConfig
 from soupkit.errors import TrainingError
 from soupkit.files import PENDING_PREFIX
 from soupkit.tracking import ScalarWriter, say
-from soupkit.training.base import check_base, find_base, open_base, promote_pending
+from soupkit.training.base import (
+    check_base,
+    check_fingerprint,
+    find_base,
+    open_base,
+    promote_pending,
+)
+from soupkit.training.claim import claim
 from soupkit.training.params import ParamStore
 from soupkit.training.ranks import Ranks
 from soupkit.training.soup import SoupRun, agreed_checksum
@@ -106,6 +114,8 @@ class Preparation:
         """
         state = self._fresh() if step == 0 else self._resumed(step, check_weights)
         base = open_base(state.base, self.folder)
+        if step > 0:
+            self.ranks.on_zero(lambda: check_fingerprint(base, state.base))
         check_base(base, self.store)
         wants_writer = logdir is not None and self.ranks.is_zero
         return SoupRun(
@@ -120,6 +130,7 @@ class Preparation:
             writer=ScalarWriter(logdir, step=step) if wants_writer and logdir else None,
             checkpoint_steps=checkpoint_steps,
             metric_name=metric_name,
+            resumed_at=step if step > 0 else None,
         )
 
     def _fresh(self) -> SoupState:
@@ -156,14 +167,8 @@ class Preparation:
             )
         if state.partner is not None:
             self._check_partner(state.partner.step)
-
-        def write() -> None:
-            gone = self.folder.forget_after(step)
-            if gone:
-                say(f"resumed at step {step}: the state of later steps up to {gone[-1]} is deleted")
-            self.folder.remove_leftovers()
-
-        self.ranks.on_zero(write)
+        # The weights that waited to become the base are not those of step 0.
+        self.ranks.on_zero(self.folder.remove_leftovers)
         return state
 
     def _adopted(self, step: int) -> SoupState:
@@ -206,8 +211,10 @@ class Preparation:
 
         def write() -> None:
             self.folder.root.mkdir(parents=True, exist_ok=True)
+            claim(self.folder.root)
             self.folder.remove_leftovers()
             probe.touch()
+            self._check_space()
 
         self.ranks.on_zero(write)
         seen = self.ranks.gather(probe.exists())
@@ -216,6 +223,16 @@ class Preparation:
             raise TrainingError(
                 f"rank {seen.index(False)} does not see {self.folder.root} as rank 0 wrote it: "
                 "put output_dir on a file system that all ranks share"
+            )
+
+    def _check_space(self) -> None:
+        """Raise TrainingError if a merge point could not write the undo file and a capture."""
+        needed, free = 2 * self.store.nbytes, shutil.disk_usage(self.folder.root).free
+        if free < needed:
+            raise TrainingError(
+                f"{self.folder.root} has {free / 1e9:.3g} GB free, a merge needs "
+                f"{needed / 1e9:.3g} GB beside the checkpoints: make room, or choose another "
+                "output_dir"
             )
 
     def _say(self, text: str) -> None:

@@ -1,16 +1,20 @@
 """What a run's merges need to go on after a stop: the folder `<output_dir>/soup`, versioned by
 step.
 
-    soup/state-00000020.json       the state after step 20: base, partner, history; written last, at
-    once soup/partner-00000010.safetensors   the weights captured at step 10, in the parameters' own
-    dtypes soup/report-00000020.json      the whole report of the merge at step 20
-    soup/undo/weights.safetensors  the weights before the merge in work; of use to the living
-    process only soup/base/                     the step-0 weights as a model folder, where no other
-    folder holds them
+    soup/state-00000020.json              the state after step 20: base, partner, history; written
+                                          last, at once
+    soup/partner-00000010.safetensors     the weights captured at step 10, in their own dtypes
+    soup/report-00000020.json             the whole report of the merge at step 20
+    soup/undo/weights.safetensors         the weights before the merge in work; of use to the living
+                                          process only
+    soup/base/                            the step-0 weights as a model folder, where no other
+                                          folder holds them
+    soup/checkpoints.json                 checkpoints that Soup.save was called for
+    soup/lock                             held by the living run
 
-A run that resumes at step N takes the newest state of a step <= N and deletes the later ones. What
-belongs to a checkpoint that still exists is kept, and the newest. Only rank 0 writes. It knows
-nothing of frameworks.
+A run that resumes at step N takes the newest state of a step <= N, and deletes the later ones when
+it first writes. What belongs to a checkpoint that still exists is kept, and the newest. Only rank 0
+writes. It knows nothing of frameworks.
 """
 
 from __future__ import annotations
@@ -227,9 +231,7 @@ class SoupFolder:
         atomic_write_json(self.state_path(state.step), state.to_json())
 
     def forget_after(self, step: int) -> list[int]:
-        """Delete all that is of later steps than `step`, states first. Returns the steps of the
-        deleted states.
-        """
+        """Delete all of later steps than `step`, states first; returns the steps of the states."""
         later = [found for found in self.steps() if found > step]
         for found in later:
             self.state_path(found).unlink()
@@ -238,7 +240,6 @@ class SoupFolder:
                 match = _NUMBERED.fullmatch(path.name)
                 if match and int(match[1]) > step:
                     path.unlink(missing_ok=True)
-        self.drop_undo()
         return later
 
     def drop_undo(self) -> None:
@@ -246,9 +247,7 @@ class SoupFolder:
         shutil.rmtree(self.undo_path.parent, ignore_errors=True)
 
     def clean(self, checkpoint_steps: Iterable[int]) -> None:
-        """Delete states, and captured weights, that belong to none of these checkpoints and are not
-        the newest.
-        """
+        """Delete states and captures that none of these checkpoints needs; the newest stays."""
         steps = self.steps()
         if not steps:
             return
@@ -271,8 +270,7 @@ class SoupFolder:
 
     def remove_leftovers(self) -> None:
         """Delete what a killed process left half written. Call it before any write."""
-        if not self.root.is_dir():
-            return
+        self.drop_undo()
         for path in self.root.glob(PENDING_PREFIX + "*"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)

@@ -102,8 +102,7 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
         if self.config.gate == "metric" and self.config.greater_is_better:
             raise ValueError(
                 'greater_is_better=True with gate="metric": SoupCallback scores a loss, where less '
-                "is better; set it "
-                'to False, or use SoupConfig(gate="none")'
+                'is better; set it to False, or use SoupConfig(gate="none")'
             )
         preparation = Preparation(
             trainer.model,
@@ -143,7 +142,10 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
         )
 
     def _merge_at(self, step: int) -> None:
-        assert self._run is not None
+        if self._run is None:
+            raise TrainingError(
+                "SoupCallback was added to a run that had begun: add it before trainer.train()"
+            )
         report = self._run.at_step(step)
         if report is not None:
             self.reports.append(report)
