@@ -77,6 +77,14 @@ class Loop:
         return json.loads(sorted((self.folder / "soup").glob("state-*.json"))[-1].read_text())
 
 
+@pytest.fixture
+def ctrl_c():
+    """Python's own handler of SIGINT, which a shell's background jobs start without."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, former)
+
+
 @pytest.mark.parametrize("weight", [0.5, 0.3])
 def test_a_merge_is_the_documented_rule(tmp_path, weight):
     loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=2, weight=weight, **UNGATED))
@@ -296,7 +304,7 @@ def test_generators_and_modes_are_left_as_they_were(tmp_path):
     assert not loop.model.model.norm.training
 
 
-def test_an_interrupt_in_the_middle_of_a_merge_leaves_the_old_weights(tmp_path):
+def test_an_interrupt_in_the_middle_of_a_merge_leaves_the_old_weights(tmp_path, ctrl_c):
     calls = []
 
     def evaluate() -> float:
@@ -370,7 +378,7 @@ def test_scalars_that_cannot_be_written_do_not_stop_the_run(tmp_path, monkeypatc
     assert capfd.readouterr().err.count("no more scalars") == 1
 
 
-def test_held_interrupts_come_after_the_block(tmp_path):
+def test_held_interrupts_come_after_the_block(ctrl_c):
     done = []
 
     def block() -> None:

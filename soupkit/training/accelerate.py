@@ -35,9 +35,7 @@ _SCHEMA = 1
 
 
 class Soup:
-    """Merges a run with its best previous weights every N optimizer steps; all methods are
-    collective.
-    """
+    """Merges a run with its best previous weights every N optimizer steps; all is collective."""
 
     def __init__(
         self,
@@ -51,8 +49,7 @@ class Soup:
         output_dir: str | Path | None = None,
         processing_class: Any = None,
     ) -> None:
-        """Build it before the first step and before a checkpoint is loaded: the weights are then
-        those of step 0.
+        """Build it before the first step and before a checkpoint is loaded, from step-0 weights.
 
         Args:
             model: as it is trained, prepared and wrapped or not.
@@ -105,8 +102,7 @@ class Soup:
             ]
 
     def step(self, metric: float | None = None) -> MergeReport | None:
-        """Count an optimizer step, and merge if it is a merge point; call it after each
-        optimizer.step().
+        """Count an optimizer step and merge if it is a merge point; call it after optimizer.step().
 
         With an accelerator, calls inside a gradient accumulation and after a skipped fp16 step do
         not count.
@@ -140,8 +136,7 @@ class Soup:
         return report
 
     def resume(self, step: int) -> None:
-        """Go on after optimizer step `step`, whose weights the model holds already; call it before
-        step().
+        """Go on after optimizer step `step`, whose weights the model holds; call it before step().
 
         Raises:
             TrainingError: training went on already, or state and weights do not belong together.
@@ -155,9 +150,7 @@ class Soup:
         self.num_steps = step
 
     def save(self, folder: str | Path) -> None:
-        """Leave the step in `folder`, beside a checkpoint of your own; the state that belongs to it
-        is then kept.
-        """
+        """Leave the step in `folder`, beside a checkpoint of yours, so that its state is kept."""
         run = self._begun()
         target = Path(folder).absolute()
 
@@ -168,12 +161,10 @@ class Soup:
             atomic_write_json(self._list_path, sorted(known))
 
         run.ranks.on_zero(write)
-        run.clean()
+        run.journal.clean()
 
     def load(self, folder: str | Path) -> None:
-        """Resume at the step that save left in `folder`; call it when the model holds that
-        checkpoint's weights.
-        """
+        """Resume at the step that save left in `folder`, whose weights the model holds now."""
         self.resume(_read_mark(Path(folder)))
 
     def finish(self, export: ExportConfig | None = None) -> ExportReport | None:
@@ -237,9 +228,7 @@ class Soup:
         self.save(output_dir)
 
     def _on_load_state(self, models: Any, input_dir: str) -> None:
-        """Note the step; the weights are loaded after this hook, and may be loaded to be exported
-        only.
-        """
+        """Note the step; the weights come after this hook, and perhaps to be exported only."""
         if not (Path(input_dir) / MARK_NAME).exists():
             self._unmarked = input_dir
             return
@@ -258,9 +247,7 @@ class Soup:
         return [str(path) for path in known if (Path(path) / MARK_NAME).exists()]
 
     def _checkpoint_steps(self) -> list[int] | None:
-        """Steps of the known checkpoints; None where save was never called, so that nothing can be
-        known.
-        """
+        """Steps of the known checkpoints; None where save was never called."""
         if not self._list_path.exists():
             return None
         return [_read_mark(Path(path)) for path in self._checkpoints()]

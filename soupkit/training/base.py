@@ -1,5 +1,4 @@
-"""Which model a run's deltas are taken against: the folder it was loaded from, or its step-0
-weights, kept.
+"""Which model a run's deltas are taken against: the folder it came from, or its step-0 weights.
 
 The base must be the weights of step 0, never those of a resumed run: a delta against half-trained
 weights looks right and is useless. So a folder counts only if its weights equal the model's at step

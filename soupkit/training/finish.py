@@ -80,7 +80,7 @@ def final_weights(run: SoupRun) -> TensorSource:
     partner = run.state.partner
     if run.config.feed_back or partner is None:
         return live
-    return _SideSoup(live, Snapshot(run.folder.partner_path(partner.step)))
+    return _SideSoup(live, Snapshot(run.journal.folder.partner_path(partner.step)))
 
 
 def export_run(
@@ -99,7 +99,7 @@ def export_run(
 
     def write() -> ExportReport:
         # Opened anew: the run's own is mapped, and may be of files that are no longer there.
-        base = open_base(run.state.base, run.folder)
+        base = open_base(run.state.base, run.journal.folder)
         check_fingerprint(base, run.state.base)
         check_export(export, base, run.store.model)
         with tempfile.TemporaryDirectory(prefix="soupkit-") as companions:

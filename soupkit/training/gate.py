@@ -53,9 +53,7 @@ def wanted_sets(eval_dataset: Any, metric: str) -> list[str | None]:
 
 
 class EvaluationLoss:
-    """Mean loss of a Trainer's live weights on its first evaluation batches; call it for the
-    score.
-    """
+    """Mean loss of a Trainer's live weights on its first evaluation batches, when called."""
 
     def __init__(
         self,
@@ -97,9 +95,7 @@ class EvaluationLoss:
                 ranks.on_each(partial(self._loss, self._batches[0]))
 
     def __call__(self) -> float:
-        """The score of the live weights, the same bits on every rank. Collective; model in eval
-        mode.
-        """
+        """The live weights' score, the same bits on every rank. Collective; model in eval mode."""
         weights = [num_examples(batch) for batch in self._batches]
         # One batch at a time: a rank that fails must not leave the others in the next collective.
         losses = [self._ranks.on_each(partial(self._loss, batch)) for batch in self._batches]

@@ -1,5 +1,4 @@
-"""What a merge must leave as it found it: random generators, train and eval modes, and nothing half
-done.
+"""What a merge must leave as it found it: random generators, modes, and nothing half done.
 
 Context managers only; they know nothing of merges.
 """
@@ -46,9 +45,7 @@ def preserved_rng(devices: Collection[torch.device], *, seed: int | None = None)
 
 @contextlib.contextmanager
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Put the model into eval mode without gradients; give every module its own mode back at the
-    end.
-    """
+    """Put the model into eval mode without gradients; give each module its own mode back."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -61,8 +58,7 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_interrupts() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back until the block is done, then deliver them; for short blocks
-    that must be whole.
+    """Hold SIGINT and SIGTERM back until the block is done, then deliver them; for short blocks.
 
     Outside the main thread, where Python delivers no signals, it does nothing.
     """

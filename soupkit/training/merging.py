@@ -24,9 +24,7 @@ from soupkit.training.ranks import Ranks
 
 
 def cost_of(name: str, shape: tuple[int, ...]) -> int:
-    """Work of decomposing one parameter, in multiplications up to a common factor; entries for a
-    vector.
-    """
+    """Multiplications of decomposing one parameter, up to a common factor; of a vector, entries."""
     entries = math.prod(shape)
     kind = layout(name, shape)
     if kind == "vector":
@@ -36,9 +34,7 @@ def cost_of(name: str, shape: tuple[int, ...]) -> int:
 
 
 def rounds(store: TensorSource, world_size: int) -> list[tuple[str, ...]]:
-    """Parameters in rounds of at most `world_size`, dearest first; place i of a round is rank
-    i's.
-    """
+    """Parameters in rounds of `world_size` at most, dearest first; place i of a round: rank i."""
     order = sorted(store.names, key=lambda name: (-cost_of(name, store.shape(name)), name))
     return [tuple(order[i : i + world_size]) for i in range(0, len(order), world_size)]
 
@@ -100,8 +96,6 @@ def _room_for(live: Tensor) -> Tensor:
 
 
 def restore(store: ParamStore, saved: TensorSource) -> None:
-    """Put saved values back into every parameter, bit for bit. Local: an interrupted rank cannot
-    wait for others.
-    """
+    """Put saved values back, bit for bit. Local: an interrupted rank cannot wait for others."""
     for name in store.names:
         store.write(name, saved.tensor(name).to(store.read(name).device))

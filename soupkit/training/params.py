@@ -1,5 +1,4 @@
-"""Whole weights out of a model in training and back, one parameter at a time: one process, DDP,
-DataParallel.
+"""Whole weights out of a model and back, a parameter at a time: one process, DDP, DataParallel.
 
 Every rank holds all weights here, so reading is local; a writer has to give every rank the same
 value. A parameter takes part if it is floating, trainable and chosen by include/exclude; one that
@@ -37,9 +36,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raise TrainingError, naming the kind and the remedy, for a model whose weights cannot be read
-    and written whole.
-    """
+    """Raise TrainingError, with the remedy, for a model whose weights cannot be read whole."""
     kinds = {kind.__name__ for kind in type(model).__mro__} | {
         kind.__name__ for module in model.modules() for kind in type(module).__mro__
     }
@@ -98,9 +95,7 @@ def _location(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class ModelTensors:
-    """Every tensor of a model's checkpoint (parameters and persistent buffers), tied ones once; a
-    TensorSource.
-    """
+    """Parameters and persistent buffers of a model's checkpoint, tied ones once; a TensorSource."""
 
     def __init__(self, model: nn.Module) -> None:
         """Look at the live tensors of `model`."""
@@ -193,20 +188,15 @@ class ParamStore:
         return self.parameters[name].dtype
 
     def tensor(self, name: str) -> Tensor:
-        """The parameter on the CPU in its own dtype; on a CPU model it shares the model's
-        memory.
-        """
+        """The parameter on the CPU in its own dtype; a CPU model's shares the model's memory."""
         return self.parameters[name].detach().cpu()
 
     def read(self, name: str) -> Tensor:
-        """The live parameter where it lies, in its own dtype, without gradient; do not write to
-        it.
-        """
+        """The live parameter where it lies, without gradient; do not write to it."""
         return self.parameters[name].detach()
 
     def write(self, name: str, value: Tensor) -> None:
-        """Overwrite one parameter in place; every rank must give the same value, in the parameter's
-        dtype.
+        """Overwrite one parameter in place by a value of its dtype, the same on every rank.
 
         Raises:
             ValueError: another dtype or shape, which would be rounded or broadcast silently.
@@ -221,9 +211,7 @@ class ParamStore:
             parameter.copy_(value)
 
     def checksum(self) -> str:
-        """Hex digest that changes when any bit of any parameter changes; cheap, not made against
-        malice.
-        """
+        """Hex digest that changes with any bit of any parameter; cheap, no guard against malice."""
         sums = [_sum_of_bits(parameter.detach()) for parameter in self.parameters.values()]
         digest = hashlib.sha256("\n".join(self.names).encode())
         for value in sums:

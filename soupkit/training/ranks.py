@@ -67,9 +67,7 @@ class Ranks:
         return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
 
     def on_zero(self, act: Callable[[], T]) -> T:
-        """Run `act` on rank 0 only; every rank returns its (picklable) result or raises its
-        error.
-        """
+        """Run `act` on rank 0; every rank returns its (picklable) result or raises its error."""
         if self.world_size == 1:
             return act()
         box: list[Any] = [None, None]
@@ -88,8 +86,9 @@ class Ranks:
         return result
 
     def on_each(self, act: Callable[[], T]) -> T:
-        """Run `act`, which must not be collective unless it fails on all ranks or none, on every
-        rank; each returns its own result, or all raise as `raise_together` says.
+        """Run `act` on every rank; each returns its own result, or all raise together.
+
+        A collective inside `act` is safe only if no rank can fail before it.
         """
         if self.world_size == 1:
             return act()
@@ -120,9 +119,7 @@ class Ranks:
                 )
 
     def broadcast(self, tensor: Tensor, *, source: int) -> None:
-        """Overwrite the contiguous `tensor` on every rank with the one of rank `source`, bit for
-        bit.
-        """
+        """Overwrite the contiguous `tensor` on every rank with rank `source`'s, bit for bit."""
         if self.world_size > 1 and tensor.numel() > 0:
             # As bytes: not every backend knows every dtype.
             dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=source)

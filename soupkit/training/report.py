@@ -1,6 +1,4 @@
-"""What one merge did, per matrix and in sum; the line for the terminal and the entry for the
-history.
-"""
+"""What one merge did, per matrix and in sum; its line for the terminal, its history entry."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ class MergeReport:
 
     @property
     def kept_energy(self) -> float:
-        """Share of the squared norm that truncation kept, over all parameters, 0..1; 1 where all
-        deltas are 0.
-        """
+        """Share of the squared norm that truncation kept, 0..1; 1 where all deltas are 0."""
         weights = [sum(norm**2 for norm in matrix.delta_norms) for matrix in self.matrices]
         total = math.fsum(weights)
         kept = math.fsum(w * m.kept_energy for w, m in zip(weights, self.matrices, strict=True))
@@ -77,9 +73,7 @@ class MergeReport:
         return inner / scale if scale > 0 else 0.0
 
     def to_json(self, *, matrices: bool = True) -> dict[str, Any]:
-        """As JSON values; without `matrices` only the sums, which is what a bundle's history
-        holds.
-        """
+        """As JSON values; without `matrices` only the sums, as in a bundle's history."""
         entry: dict[str, Any] = {
             "step": self.step,
             "partner_step": self.partner_step,

@@ -1,5 +1,4 @@
-"""When a run is merged, with whom, what is kept of it, and where it goes on after a stop. Knows no
-framework.
+"""When a run is merged, with whom, and what is kept of it. Knows no framework.
 
     merge point at step N: score the run's weights; merge them with the best captured ones; score
     the result on the same batches; keep it if it is at least as good, else put the old weights back
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,12 +24,13 @@ from soupkit.merge import MatrixReport, MergeRule
 from soupkit.tracking import ScalarWriter, say
 from soupkit.training.base import check_untouched, file_stamp
 from soupkit.training.guards import evaluation_mode, held_interrupts, preserved_rng
+from soupkit.training.journal import Journal
 from soupkit.training.judge import Judge
 from soupkit.training.merging import merge_into, restore
 from soupkit.training.params import ParamStore, reset_moments
 from soupkit.training.ranks import Ranks
 from soupkit.training.report import MergeReport
-from soupkit.training.state import Partner, Snapshot, SoupFolder, SoupState, write_tensors
+from soupkit.training.state import Partner, Snapshot, SoupState
 
 REFUSALS_BEFORE_ADVICE = 3
 
@@ -55,38 +55,31 @@ class SoupRun:
         *,
         store: ParamStore,
         base: Checkpoint,
-        folder: SoupFolder,
+        journal: Journal,
         ranks: Ranks,
         state: SoupState,
         evaluate: Callable[[], float] | None,
         optimizer: Any = None,
         writer: ScalarWriter | None = None,
-        checkpoint_steps: Callable[[], Iterable[int] | None] = lambda: None,
         metric_name: str = "eval_loss",
-        resumed_at: int | None = None,
     ) -> None:
         """Go on from `state`.
 
         Args:
             evaluate: score of the live weights, for gate "metric".
             writer: on rank 0, where scalars are wanted.
-            checkpoint_steps: steps of the checkpoints that exist; None: unknown, keep every state.
             metric_name: what the score is called in reports.
-            resumed_at: step of the checkpoint this run goes on from; what the folder holds of later
-                steps is deleted when this run writes there, no sooner.
         """
         self.config = config
         self.store = store
         self.base = base
-        self.folder = folder
+        self.journal = journal
         self.ranks = ranks
         self.state = state
         self._evaluate = evaluate if config.gate == "metric" else None
         self._optimizer = optimizer
         self._writer = writer
-        self._checkpoint_steps = checkpoint_steps
         self._metric_name = metric_name
-        self._resumed_at = resumed_at
         self._base_stamp = file_stamp(base)
         self._judge = Judge(
             feed_back=config.feed_back,
@@ -129,8 +122,8 @@ class SoupRun:
             return self._merge(step, self.state.partner, metric)
 
     def on_metric(self, step: int, metric: float) -> None:
-        """A metric of the live weights from the caller's own evaluation; chooses the partner if
-        gate is "none".
+        """A metric of the live weights by the caller's own evaluation: without a gate it chooses
+        the partner. Collective.
         """
         if self.config.gate != "none" or not self.config.feed_back or step == 0:
             return
@@ -141,27 +134,10 @@ class SoupRun:
         state = replace(self.state, step=step, metric_seen=True)
         partner = self.state.partner
         if self._judge.is_better(metric, partner.score if partner else None):
-            self._commit(replace(state, partner=Partner(step, metric)), capture=True)
+            self.journal.capture(step)
+            self._commit(replace(state, partner=Partner(step, metric)))
         elif not self.state.metric_seen:
             self._commit(state)
-
-    def clean(self) -> None:
-        """Delete states that belong to no checkpoint any more. Collective."""
-
-        def forget() -> None:
-            self._forget_later_steps()
-            steps = self._checkpoint_steps()
-            if steps is not None:
-                self.folder.clean(steps)
-
-        self.ranks.on_zero(forget)
-
-    def _forget_later_steps(self) -> None:
-        """Delete what an earlier life wrote after the step this one goes on from. On one rank."""
-        step, self._resumed_at = self._resumed_at, None
-        gone = [] if step is None else self.folder.forget_after(step)
-        if gone:
-            say(f"resumed at step {step}: the state of later steps up to {gone[-1]} is deleted")
 
     def close(self) -> None:
         """Close the scalar writer."""
@@ -187,27 +163,19 @@ class SoupRun:
                 f"step {step}: {self._metric_name} is {score}; these weights are not captured"
             )
             return
-        state = replace(self.state, step=step, partner=Partner(step, score))
-        self._commit(
-            replace(state, metric_seen=state.metric_seen or metric is not None), capture=True
-        )
+        self.journal.capture(step)
+        seen = self.state.metric_seen or metric is not None
+        self._commit(replace(self.state, step=step, partner=Partner(step, score), metric_seen=seen))
         known = "" if score is None else f" ({self._metric_name} {score:.6g})"
         self._say(f"step {step}: first merge point, weights captured{known}; the next one merges")
 
     def _merge(self, step: int, partner: Partner, metric: float | None) -> MergeReport:
         started = time.perf_counter()
         former = self.state
-
-        def prepare() -> None:
-            self._forget_later_steps()
-            write_tensors(self.folder.undo_path, self.store, durable=False)
-
-        self.ranks.on_zero(prepare)
-        saved = self.ranks.on_each(lambda: Snapshot(self.folder.undo_path))
+        saved = self.journal.set_aside()
         before = self.store.checksum()
         try:
-            captured = self.folder.partner_path(partner.step)
-            trial = self._try(self.ranks.on_each(lambda: Snapshot(captured)))
+            trial = self._try(self.journal.captured(partner.step))
             with held_interrupts():
                 report = self._report(step, partner, trial, started=started)
                 self._conclude(report, partner, metric, saved=saved, before=before)
@@ -263,19 +231,17 @@ class SoupRun:
         saved: Snapshot,
         before: str,
     ) -> None:
-        """Keep or undo the merge that stands in the live weights, capture the best, write the
-        state.
-        """
+        """Keep or undo the merge that stands in the live weights; capture the best; commit."""
         # A metric that came with the step is of the weights before the merge.
         metric = None if metric is None else self.ranks.mean(metric)
         chosen, from_undo, metric_seen = self._judge.choose(report, self.state, metric)
         stays = report.accepted and self.config.feed_back
         if chosen is not None and not from_undo:
-            self._capture(chosen.step)
+            self.journal.capture(chosen.step)
         if not stays:
             self.ranks.on_each(lambda: self._undo(saved, before))
         if chosen is not None and from_undo:
-            self.ranks.on_zero(lambda: self.folder.keep_undo_as_partner(report.step))
+            self.journal.capture_set_aside(chosen.step)
         refused = 0 if report.accepted else self.state.refused_in_a_row + 1
         state = replace(
             self.state,
@@ -297,29 +263,10 @@ class SoupRun:
                 f"{saved.path} was changed meanwhile; resume from a checkpoint"
             )
 
-    def _capture(self, step: int) -> None:
-        path = self.folder.partner_path(step)
-        self.ranks.on_zero(lambda: write_tensors(path, self.store, durable=True))
-
-    def _commit(
-        self, state: SoupState, *, capture: bool = False, report: MergeReport | None = None
-    ) -> None:
-        """Write what changed, the state last; then forget what no checkpoint needs. Collective."""
-        weights = agreed_checksum(self.store, self.ranks)
-        state = replace(state, weights=weights, dtypes=self.store.dtypes)
-
-        def write() -> None:
-            self._forget_later_steps()
-            if capture:
-                write_tensors(self.folder.partner_path(state.step), self.store, durable=True)
-            if report is not None:
-                self.folder.write_report(report.step, report.to_json())
-            self.folder.write_state(state)
-
-        self.ranks.on_zero(write)
-        self.state = state
-        self.clean()
-        self.ranks.on_zero(self.folder.drop_undo)
+    def _commit(self, state: SoupState, *, report: MergeReport | None = None) -> None:
+        """Write the state, the run goes on with it; then forget what no checkpoint needs."""
+        self.state = self.journal.commit(state, report=report)
+        self.journal.clean()
 
     def _tell(self, report: MergeReport) -> None:
         kind = "" if self.config.feed_back else "side soup, "
@@ -341,19 +288,3 @@ class SoupRun:
     def _say(self, text: str) -> None:
         if self.ranks.is_zero:
             say(text)
-
-
-def agreed_checksum(store: ParamStore, ranks: Ranks) -> str:
-    """The checksum of the parameters, which must be the same on all ranks. Collective.
-
-    Raises:
-        TrainingError: ranks hold different weights.
-    """
-    checksums = ranks.gather(store.checksum())
-    if len(set(checksums)) > 1:
-        raise TrainingError(
-            f"the {ranks.world_size} ranks hold different weights; soupkit needs the same on "
-            "each: wrap the model in DistributedDataParallel (accelerator.prepare does) before "
-            "Soup"
-        )
-    return checksums[0]

@@ -27,9 +27,10 @@ from soupkit.training.base import (
     promote_pending,
 )
 from soupkit.training.claim import claim
+from soupkit.training.journal import Journal, agreed_checksum
 from soupkit.training.params import ParamStore
 from soupkit.training.ranks import Ranks
-from soupkit.training.soup import SoupRun, agreed_checksum
+from soupkit.training.soup import SoupRun
 from soupkit.training.state import BaseRecord, Snapshot, SoupFolder, SoupState
 
 
@@ -117,20 +118,25 @@ class Preparation:
         if step > 0:
             self.ranks.on_zero(lambda: check_fingerprint(base, state.base))
         check_base(base, self.store)
-        wants_writer = logdir is not None and self.ranks.is_zero
+        journal = Journal(
+            self.folder,
+            self.store,
+            self.ranks,
+            checkpoint_steps=checkpoint_steps,
+            resumed_at=step if step > 0 else None,
+        )
+        has_writer = logdir is not None and self.ranks.is_zero
         return SoupRun(
             self.config,
             store=self.store,
             base=base,
-            folder=self.folder,
+            journal=journal,
             ranks=self.ranks,
             state=state,
             evaluate=evaluate,
             optimizer=optimizer,
-            writer=ScalarWriter(logdir, step=step) if wants_writer and logdir else None,
-            checkpoint_steps=checkpoint_steps,
+            writer=ScalarWriter(logdir, step=step) if has_writer and logdir else None,
             metric_name=metric_name,
-            resumed_at=step if step > 0 else None,
         )
 
     def _fresh(self) -> SoupState:

@@ -91,9 +91,7 @@ class SoupState:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> SoupState:
-        """Read back what to_json gave. Raises KeyError, TypeError or ValueError for anything
-        else.
-        """
+        """Read back what to_json gave; KeyError, TypeError or ValueError for anything else."""
         fields = dict(value)
         if fields.pop("schema") != SCHEMA:
             raise ValueError(f"schema {value['schema']!r}, this soupkit reads {SCHEMA}")
@@ -131,9 +129,7 @@ class Snapshot:
 
 
 def write_tensors(path: Path, source: TensorSource, *, durable: bool) -> None:
-    """Replace the file `path` by all tensors of `source`, at once; holds one tensor at a time.
-    Raises OSError.
-    """
+    """Replace the file `path` by all tensors of `source` at once, held one by one; OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pending = path.with_name(PENDING_PREFIX + path.name)
     pending.unlink(missing_ok=True)

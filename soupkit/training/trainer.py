@@ -52,9 +52,7 @@ def find_trainer(callback: TrainerCallback) -> Trainer:
 
 
 class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
-    """Merges a run with its best previous weights every N optimizer steps, and exports it at the
-    end.
-    """
+    """Merges a run with its best previous weights every N steps, and exports it at the end."""
 
     def __init__(
         self,
@@ -180,7 +178,7 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Forget states whose checkpoints were rotated away."""
         if self._run is not None:
-            self._run.clean()
+            self._run.journal.clean()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Export the weights that the run ends with. Collective."""

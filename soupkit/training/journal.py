@@ -1,0 +1,125 @@
+"""What a merge point writes, and in which order, so that the folder is of one step or the next.
+
+    set aside the weights before the merge; capture the partner to be; report; state; delete what no
+    checkpoint needs
+
+The state names files that are on the disk already, so a process that dies anywhere leaves one that
+holds. Only rank 0 writes; every public method is collective, and a fault of one rank is raised on
+all. What is captured, and why, is not decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from soupkit.errors import TrainingError
+from soupkit.tracking import say
+from soupkit.training.params import ParamStore
+from soupkit.training.ranks import Ranks
+from soupkit.training.report import MergeReport
+from soupkit.training.state import Snapshot, SoupFolder, SoupState, write_tensors
+
+
+class Journal:
+    """The writes of one run into its soup folder."""
+
+    def __init__(
+        self,
+        folder: SoupFolder,
+        store: ParamStore,
+        ranks: Ranks,
+        *,
+        checkpoint_steps: Callable[[], Iterable[int] | None],
+        resumed_at: int | None,
+    ) -> None:
+        """Nothing is written yet.
+
+        Args:
+            checkpoint_steps: steps of the checkpoints that exist; None: unknown, keep every state.
+            resumed_at: step of the checkpoint this run goes on from; what the folder holds of later
+                steps is deleted when this run writes there, no sooner. None: a new run.
+        """
+        self.folder = folder
+        self._store = store
+        self._ranks = ranks
+        self._checkpoint_steps = checkpoint_steps
+        self._resumed_at = resumed_at
+
+    def set_aside(self) -> Snapshot:
+        """Write the live weights to the undo file, which the next commit deletes; open it."""
+
+        def write() -> None:
+            self._forget_later_steps()
+            write_tensors(self.folder.undo_path, self._store, durable=False)
+
+        self._ranks.on_zero(write)
+        return self._ranks.on_each(lambda: Snapshot(self.folder.undo_path))
+
+    def captured(self, step: int) -> Snapshot:
+        """The weights captured at `step`. Raises TrainingError if they are gone or damaged."""
+        return self._ranks.on_each(lambda: Snapshot(self.folder.partner_path(step)))
+
+    def capture(self, step: int) -> None:
+        """Write the live weights as those captured at `step`; a commit at `step` must follow."""
+
+        def write() -> None:
+            self._forget_later_steps()
+            write_tensors(self.folder.partner_path(step), self._store, durable=True)
+
+        self._ranks.on_zero(write)
+
+    def capture_set_aside(self, step: int) -> None:
+        """The weights that were set aside become those captured at `step`."""
+        self._ranks.on_zero(lambda: self.folder.keep_undo_as_partner(step))
+
+    def commit(self, state: SoupState, *, report: MergeReport | None = None) -> SoupState:
+        """Make `state` the newest; returns it with the live weights' checksum.
+
+        Raises:
+            TrainingError: ranks hold different weights.
+        """
+        weights = agreed_checksum(self._store, self._ranks)
+        state = replace(state, weights=weights, dtypes=self._store.dtypes)
+
+        def write() -> None:
+            self._forget_later_steps()
+            if report is not None:
+                self.folder.write_report(report.step, report.to_json())
+            self.folder.write_state(state)
+
+        self._ranks.on_zero(write)
+        return state
+
+    def clean(self) -> None:
+        """Delete what belongs to no checkpoint any more, and the weights that were set aside."""
+
+        def delete() -> None:
+            self._forget_later_steps()
+            steps = self._checkpoint_steps()
+            if steps is not None:
+                self.folder.clean(steps)
+            self.folder.drop_undo()
+
+        self._ranks.on_zero(delete)
+
+    def _forget_later_steps(self) -> None:
+        step, self._resumed_at = self._resumed_at, None
+        gone = [] if step is None else self.folder.forget_after(step)
+        if gone:
+            say(f"resumed at step {step}: the state of later steps up to {gone[-1]} is deleted")
+
+
+def agreed_checksum(store: ParamStore, ranks: Ranks) -> str:
+    """The checksum of the parameters, which must be the same on all ranks. Collective.
+
+    Raises:
+        TrainingError: ranks hold different weights.
+    """
+    checksums = ranks.gather(store.checksum())
+    if len(set(checksums)) > 1:
+        raise TrainingError(
+            f"the {ranks.world_size} ranks hold different weights; soupkit needs the same on each: "
+            "wrap the model in DistributedDataParallel (accelerator.prepare does) before Soup"
+        )
+    return checksums[0]
