@@ -31,6 +31,7 @@ class Fake:
     """The driver of the tests: notes what it is told and answers when the test says so."""
 
     loading: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
     installing: list[tuple[str, int]] = field(default_factory=list)
     running: list[tuple[Ticket, int | None]] = field(default_factory=list)
     failed: list[tuple[Ticket, ServingError]] = field(default_factory=list)
@@ -42,6 +43,10 @@ class Fake:
         assert digest not in self.loading, "two loads of one variant"
         self.loading.append(digest)
         self.num_loads[digest] += 1
+
+    def drop(self, digest: str) -> None:
+        assert digest not in self.loading
+        self.dropped.append(digest)
 
     def install(self, digest: str, slot: int, evicted: list[Evicted]) -> None:
         for gone in evicted:
@@ -189,6 +194,22 @@ def test_a_variant_larger_than_the_budget_is_refused_with_both_numbers() -> None
     fake.loading.remove("f")
     router.loaded("f", SIZES["f"])
     assert "140 bytes, the cache has 130" in str(fake.failed[0][1])
+
+
+def test_a_variant_that_new_pins_leave_no_room_for_fails_instead_of_waiting_for_ever() -> None:
+    router, fake, _ = make()
+    users = [Ticket("b"), Ticket("e"), Ticket("a")]
+    for ticket in users:
+        router.submit([ticket])
+    arrive(router, fake, "b")
+    fake.loading.remove("e")
+    router.loaded("e", SIZES["e"])
+    # e waits for b's room, which is never given back from now on; a fits and must not wait behind.
+    router.set_family(SIZES, pinned={"b"})
+    assert "100 bytes, the cache has 90" in str(fake.failed[0][1])
+    assert fake.dropped == ["e"]
+    arrive(router, fake, "a")
+    assert [t for t, _ in fake.running] == [users[0], users[2]]
 
 
 def test_a_full_queue_refuses_all_or_nothing() -> None:

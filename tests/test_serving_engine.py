@@ -286,6 +286,8 @@ def test_a_variant_that_overflows_fails_alone(root: Path, value: float) -> None:
             tokens, end = broken.all()
             assert (tokens, end.reason) == ([], "error")
             assert "overflowed" in str(end.error)
+        with pytest.raises(ServingError, match="overflowed"):
+            engine.score(tuple(prompt), 8, num_top=1)
         for name, box in zip(names, boxes, strict=True):
             assert box.ids() == greedy(dense(root, None if name == "base" else name), prompt, 24)
         assert engine.alive

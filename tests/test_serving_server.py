@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +32,8 @@ from serving_kit import (
     serving,
     wait_for,
 )
+
+from soupkit.serving.sampling import Token
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +257,39 @@ def test_a_client_that_goes_away_stops_its_generation(root: Path) -> None:
         wait_for(lambda: engine.num_open == 0, "the plain request's job ends")
         assert engine.num_tokens < 2 * (CONTEXT - 10)
         wait_for(lambda: metrics_of(url)["soupkit_requests_running"] == 0, "the router knows")
+
+
+def test_a_prompt_as_long_as_the_context_can_be_scored(client: openai.OpenAI) -> None:
+    settings: Any = {"model": "base", "prompt": [5] * CONTEXT, "echo": True, "logprobs": 0}
+    answer = client.completions.create(**settings, max_tokens=0)
+    assert answer.choices[0].logprobs is not None
+    assert len(answer.choices[0].logprobs.token_logprobs or []) == CONTEXT
+    with pytest.raises(openai.BadRequestError, match=str(CONTEXT)):
+        client.completions.create(**settings, max_tokens=1)
+
+
+def test_nothing_is_scored_for_a_client_that_is_gone(root: Path) -> None:
+    with serving(root) as (server, url):
+        service, gate, scored = server._service, threading.Event(), []
+
+        def score(tokens: tuple[int, ...], slot: int, *, num_top: int) -> list[Token]:
+            scored.append(tokens)
+            assert gate.wait(WAIT)
+            return [Token(token) for token in tokens]
+
+        service.engine.score = score
+        body = {"model": "base", "max_tokens": 0, "echo": True, "logprobs": 0}
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(
+                httpx.post, f"{url}/v1/completions", json=body | {"prompt": [5]}, timeout=WAIT
+            )
+            wait_for(lambda: scored, "the first is scored")
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{url}/v1/completions", json=body | {"prompt": [6]}, timeout=0.2)
+            gate.set()
+            assert first.result().status_code == 200
+        wait_for(lambda: service.router.num_running == 0, "both are over")
+        assert scored == [(5,)]
 
 
 def test_a_full_queue_is_429_with_retry_after(root: Path) -> None:

@@ -2,13 +2,15 @@
 once.
 """
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_kit import make_tokenizer
 
-from soupkit.serving.sampling import Chooser, Sampling, Token, choose
+from soupkit.serving.sampling import Chooser, Sampling, Token, choose, describe
 from soupkit.serving.text import TextStream
 
 TOKENIZER = make_tokenizer()
@@ -65,6 +67,11 @@ def test_a_row_that_overflowed_is_told_apart(value: float, sampling: Sampling) -
     ids, tokens = choose(logits, [greedy, broken, greedy])
     assert tokens == [Token(1), None, Token(0)]
     assert ids.tolist() == [1, 0, 0]
+
+
+def test_a_log_probability_is_a_number_that_json_has() -> None:
+    token = describe(torch.tensor([0.0, -math.inf]), 1, 2)
+    assert token == Token(1, -9999.0, ((0, 0.0), (1, -9999.0)))
 
 
 def test_every_seed_and_choice_draws_its_own_numbers() -> None:

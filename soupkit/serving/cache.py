@@ -65,10 +65,10 @@ class DeltaCache:
         """Bytes that can go now: neither used nor pinned."""
         return sum(r.num_bytes for d, r in self._residents.items() if self._can_go(d))
 
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes of resident pinned variants."""
-        return sum(r.num_bytes for d, r in self._residents.items() if d in self._pinned)
+    def pinned_bytes_besides(self, digest: str) -> int:
+        """Bytes of resident pinned variants other than this one."""
+        pinned = self._pinned - {digest}
+        return sum(r.num_bytes for d, r in self._residents.items() if d in pinned)
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether `admit` would succeed now."""

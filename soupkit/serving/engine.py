@@ -174,6 +174,9 @@ class Engine:
 
         Returns:
             One token per prompt token; the first has no log-probability, as nothing precedes it.
+
+        Raises:
+            ServingError: the engine has ended, or the model's numbers overflowed.
         """
         if self._model.config._attn_implementation != "sdpa":
             raise ServingError(
@@ -188,6 +191,8 @@ class Engine:
                 logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
             finally:
                 self._bank.batch = None
+        if not bool(logits.amax(dim=-1).isfinite().all()):
+            raise ServingError(NOT_FINITE)
         scored = [describe(logits[i], token, num_top) for i, token in enumerate(tokens[1:])]
         return [Token(tokens[0]), *scored]
 

@@ -26,14 +26,14 @@ async def completion_answer(service: Service, body: CompletionRequest) -> Answer
     prompt_tokens = 0
     for prompt in body.prompts:
         tokens = await _encode(text.tokenizer, prompt) if isinstance(prompt, str) else prompt
-        _check_tokens(service, tokens, text.tokenizer, param="prompt")
         prompt_tokens += len(tokens)
         limit = _token_limit(
             service,
-            len(tokens),
+            tokens,
             body.max_tokens,
             default=DEFAULT_COMPLETION_TOKENS,
-            param="max_tokens",
+            prompt_param="prompt",
+            limit_param="max_tokens",
         )
         echo = None
         if body.echo:
@@ -82,10 +82,15 @@ async def chat_answer(service: Service, body: ChatRequest) -> Answer:
     body.refuse_unsupported()
     ref, text = await _model(service, body.model)
     tokens = await _render(text.tokenizer, body)
-    _check_tokens(service, tokens, text.tokenizer, param="messages")
-    param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     limit = _token_limit(
-        service, len(tokens), body.token_limit, default=service.engine.max_context, param=param
+        service,
+        tokens,
+        body.token_limit,
+        default=service.engine.max_context,
+        prompt_param="messages",
+        limit_param=(
+            "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        ),
     )
     choices = []
     for number in range(body.num_choices):
@@ -139,34 +144,31 @@ async def _render(tokenizer: Any, body: ChatRequest) -> list[int]:
     return await _encode(tokenizer, text, special=False)
 
 
-def _check_tokens(service: Service, tokens: list[int], tokenizer: Any, *, param: str) -> None:
-    engine = service.engine
-    if not tokens:
-        raise ApiError(400, f"{param}: no tokens; give at least one", param=param)
-    bad = max(tokens)
-    if bad >= engine.vocab_size:
-        raise ApiError(
-            400, f"{param}: token id {bad}, the vocabulary has {engine.vocab_size}", param=param
-        )
-    if len(tokens) >= engine.max_context:
-        raise ApiError(
-            400,
-            f"{param}: {len(tokens)} tokens; prompt and answer may have {engine.max_context}",
-            param=param,
-            code="context_length_exceeded",
-        )
-
-
 def _token_limit(
-    service: Service, used: int, asked: int | None, *, default: int, param: str
+    service: Service,
+    tokens: list[int],
+    asked: int | None,
+    *,
+    default: int,
+    prompt_param: str,
+    limit_param: str,
 ) -> int:
-    context: int = service.engine.max_context
-    room = context - used
+    """How many tokens may follow a prompt. Raises ApiError: no prompt, or no room for it."""
+    vocabulary, context = service.engine.vocab_size, service.engine.max_context
+    if not tokens:
+        message = f"{prompt_param}: no tokens; give at least one"
+        raise ApiError(400, message, param=prompt_param)
+    if max(tokens) >= vocabulary:
+        message = f"{prompt_param}: token id {max(tokens)}, the vocabulary has {vocabulary}"
+        raise ApiError(400, message, param=prompt_param)
+    room = context - len(tokens)
+    if room < 0 or (room == 0 and asked != 0):
+        message = f"{prompt_param}: {len(tokens)} tokens; prompt and answer may have {context}"
+        raise ApiError(400, message, param=prompt_param, code="context_length_exceeded")
     if asked is not None and asked > room:
-        raise ApiError(
-            400,
-            f"{param}={asked} and {used} prompt tokens are more than the limit of {context}",
-            param=param,
-            code="context_length_exceeded",
+        message = (
+            f"{limit_param}={asked} and {len(tokens)} prompt tokens are more than the limit of "
+            f"{context}"
         )
+        raise ApiError(400, message, param=limit_param, code="context_length_exceeded")
     return min(room, default if asked is None else asked)

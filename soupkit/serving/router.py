@@ -19,7 +19,7 @@ Every method runs on one thread; the driver's methods must not call back into th
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .cache import DeltaCache, Evicted
@@ -72,7 +72,7 @@ class Router:
             self._want(digest)
         self._pump()
 
-    def submit(self, tickets: list[Ticket]) -> None:
+    def submit(self, tickets: Sequence[Ticket]) -> None:
         """Takes requests in, all of them or none.
 
         Raises:
@@ -110,18 +110,6 @@ class Router:
 
     def loaded(self, digest: str, num_bytes: int) -> None:
         """A load succeeded."""
-        room = self.cache.budget_bytes - sum(
-            self.cache.num_bytes(d)
-            for d in self.cache.digests
-            if self.cache.is_pinned(d) and d != digest
-        )
-        if num_bytes > room:
-            self.load_failed(
-                digest,
-                f"the variant has {num_bytes} bytes, the cache has {room} besides pinned ones; "
-                "raise --cache-bytes or pin less",
-            )
-            return
         self._variants[digest].num_bytes = num_bytes
         self._enter(digest, Phase.LOADED)
         self._pump()
@@ -139,10 +127,18 @@ class Router:
 
     def load_failed(self, digest: str, error: str) -> None:
         """A load or an install failed: its waiters are answered, others are not affected."""
-        variant = self._variants[digest]
-        if variant.phase is Phase.INSTALLING:
+        if self.phase(digest) is Phase.INSTALLING:
             self.cache.release(digest)
             self.cache.evict(digest)
+        self._fail(digest, error)
+        self._pump()
+
+    def tick(self) -> None:
+        """To be called now and then: acts on time that passed without an event."""
+        self._pump()
+
+    def _fail(self, digest: str, error: str) -> None:
+        variant = self._variants[digest]
         variant.failures += 1
         backoff = self.limits.first_backoff_seconds * 2 ** min(variant.failures - 1, 30)
         variant.retry_at = self._clock() + min(backoff, self.limits.max_backoff_seconds)
@@ -151,11 +147,6 @@ class Router:
         waiters, variant.waiters = variant.waiters, deque()
         for ticket in waiters:
             self._driver.fail(ticket, self._unavailable(variant))
-        self._pump()
-
-    def tick(self) -> None:
-        """To be called now and then: acts on time that passed without an event."""
-        self._pump()
 
     def _take(self, ticket: Ticket) -> None:
         if ticket.digest == BASE_DIGEST:
@@ -228,6 +219,16 @@ class Router:
     def _start_installs(self) -> None:
         for digest in self._in(Phase.LOADED):
             variant = self._variants[digest]
+            # Asked each time: pins may have changed while it waited.
+            most = self.cache.budget_bytes - self.cache.pinned_bytes_besides(digest)
+            if variant.num_bytes > most:
+                self._driver.drop(digest)
+                self._fail(
+                    digest,
+                    f"the variant has {variant.num_bytes} bytes, the cache has {most} besides "
+                    "pinned ones; raise --cache-bytes or pin less",
+                )
+                continue
             if not self.cache.has_room(variant.num_bytes):
                 if self._clock() - variant.since >= self.limits.starve_seconds:
                     self._drain_for(variant.num_bytes)

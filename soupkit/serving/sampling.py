@@ -15,6 +15,8 @@ from torch import Tensor
 MAX_LOGPROBS = 20
 # Below it float32 has no room for the division; sampling is greedy there long before.
 _LEAST_TEMPERATURE = 1e-5
+# Stands for minus infinity, which JSON lacks; OpenAI's servers write the same.
+_LEAST_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ def choose(logits: Tensor, choosers: Sequence[Chooser]) -> tuple[Tensor, list[To
 
 def describe(logits: Tensor, token_id: int, num_top: int) -> Token:
     """A token with its log-probability and the `num_top` likeliest ones; logits is [vocabulary]."""
-    logprobs = logits.float().log_softmax(dim=-1)
+    logprobs = logits.float().log_softmax(dim=-1).clamp(min=_LEAST_LOGPROB)
     values, ids = logprobs.topk(min(num_top, logprobs.numel()))
     top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
     return Token(token_id, float(logprobs[token_id]), top)

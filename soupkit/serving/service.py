@@ -22,6 +22,7 @@ from soupkit.errors import ServingError, SoupkitError
 
 from .cache import DeltaCache, Evicted
 from .catalog import Catalog
+from .engine import Engine
 from .jobs import End, Generation, Scored
 from .metrics import Metrics
 from .patches import BASE_SLOT
@@ -44,7 +45,7 @@ class Service:
         self,
         catalog: Catalog,
         base: Checkpoint,
-        engine: Any,
+        engine: Engine,
         *,
         cache_bytes: int,
         limits: Limits,
@@ -84,7 +85,7 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        return bool(self.engine.alive) and not self.draining
+        return self.engine.alive and not self.draining
 
     @property
     def base_name(self) -> str:
@@ -125,7 +126,7 @@ class Service:
                 "the server is stopping" if self.draining else "the engine has stopped"
             )
         resident = [self.router.phase(g.digest) is Phase.RESIDENT for g in generations]
-        self.router.submit(list(generations))
+        self.router.submit(generations)
         for generation, hit in zip(generations, resident, strict=True):
             self.metrics.requests.labels(self._label(generation)).inc()
             self.metrics.prompt_tokens.labels(self._label(generation)).inc(
@@ -158,6 +159,10 @@ class Service:
 
         self._run(self._loaders, work, partial(self._after_load, digest))
 
+    def drop(self, digest: str) -> None:
+        del self._loaded[digest], self._began[digest]
+        self.metrics.load_failures.inc()
+
     def install(self, digest: str, slot: int, evicted: list[Evicted]) -> None:
         loaded = self._loaded.pop(digest)
         self.metrics.evictions.inc(len(evicted))
@@ -177,8 +182,7 @@ class Service:
         assert isinstance(ticket, Generation)
         slot = BASE_SLOT if slot is None else slot
         if ticket.score_prompt:
-            num_top = ticket.job.sampling.logprobs or 0
-            work = partial(self.engine.score, ticket.job.tokens, slot, num_top=num_top)
+            work = partial(self._score, ticket, slot)
             self._run(self._scorer, work, partial(self._after_score, ticket, slot))
         else:
             self._the_loop.call_soon(self._begin, ticket, slot)
@@ -187,6 +191,13 @@ class Service:
         assert isinstance(ticket, Generation)
         ticket.over = True
         ticket.events.put_nowait(error)
+
+    def _score(self, generation: Generation, slot: int) -> list[Token]:
+        """On the scorer's thread."""
+        if generation.cancelled:
+            return []
+        job, num_top = generation.job, generation.job.sampling.logprobs or 0
+        return self.engine.score(job.tokens, slot, num_top=num_top)
 
     def _begin(self, generation: Generation, slot: int) -> None:
         if generation.cancelled:
@@ -235,13 +246,11 @@ class Service:
     def _after_load(self, digest: str, loaded: "asyncio.Future[LoadedVariant]") -> None:
         error = loaded.exception()
         if error is not None:
-            self._began.pop(digest, None)
+            del self._began[digest]
             self._load_failed(digest, error)
             return
         self._loaded[digest] = loaded.result()
         self.router.loaded(digest, loaded.result().nbytes)
-        if self.router.phase(digest) is Phase.FAILED:
-            self._loaded.pop(digest, None)
 
     def _after_install(self, digest: str, installed: "asyncio.Future[None]") -> None:
         seconds = time.monotonic() - self._began.pop(digest)

@@ -47,6 +47,9 @@ class Driver(Protocol):
     def load(self, digest: str) -> None:
         """Reads and checks a variant; then `loaded` or `load_failed`."""
 
+    def drop(self, digest: str) -> None:
+        """Forgets what `load` read: it will not be installed."""
+
     def install(self, digest: str, slot: int, evicted: list[Evicted]) -> None:
         """Empties the evicted slots, then fills the slot; then `installed` or `load_failed`."""
 
