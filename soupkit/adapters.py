@@ -20,7 +20,7 @@ from soupkit.checkpoint import Checkpoint
 from soupkit.config import DEFAULT_RANK, check_count
 from soupkit.delta import TensorSource, layout, subtract
 from soupkit.errors import CheckpointError
-from soupkit.export import Progress, pair_names
+from soupkit.export import Progress, naming_the_culprit, pair_names
 from soupkit.files import atomic_folder, atomic_write_json
 from soupkit.lora import Factors, factor
 from soupkit.numeric import squared_norm
@@ -87,7 +87,8 @@ def export_adapter(
         builder = _Builder(folder, base, rank)
         try:
             for ours, theirs in pairs:
-                builder.add(ours, finetuned.tensor(ours), base.tensor(theirs))
+                with naming_the_culprit(ours, base, finetuned):
+                    builder.add(ours, finetuned.tensor(ours), base.tensor(theirs))
                 done += math.prod(finetuned.shape(ours))
                 if progress:
                     progress(ours, done, total)

@@ -22,7 +22,7 @@ from soupkit.bitdelta import SignDelta
 from soupkit.errors import BundleError
 from soupkit.family import BaseRef, Family, VariantRef, open_family
 from soupkit.family_write import add_variant, create_or_open_family
-from soupkit.files import open_regular, read_json
+from soupkit.files import fault_text, open_regular, read_json
 from soupkit.fingerprint import Entry, digest_of, num_threads, sha256_of
 from soupkit.manifest import MANIFEST_NAME, WEIGHTS_NAME, Manifest, TensorEntry, matrix_shape
 from soupkit.tensorfile import Slot, dtype_name, read_header, read_into, typed
@@ -67,8 +67,7 @@ def _faults_of(path: Path) -> Iterator[None]:
     except BundleError as error:
         raise BundleError(f"{path}: {error}") from None
     except (OSError, ValueError, MemoryError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise BundleError(f"{path}: {reason}") from error
+        raise BundleError(fault_text(error, path)) from error
 
 
 class Variant:

@@ -7,6 +7,7 @@ known by name only, save for the usual names of tied input and output embeddings
 models.
 """
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor
 from soupkit.companions import companion_files
 from soupkit.delta import canonical_name
 from soupkit.errors import CheckpointError
-from soupkit.files import read_json
+from soupkit.files import fault_text, read_json
 from soupkit.fingerprint import cached_fingerprint, fingerprint, tensor_digest
 from soupkit.shards import ShardWriter
 from soupkit.tensorfile import MappedFile, TensorSpec
@@ -41,8 +42,8 @@ _HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.ti
 
 # Names that one matrix goes by when input and output embeddings are tied, by the last parts of the
 # name.
-_OUTPUT_EMBEDDINGS = ("lm_head.weight", "embed_out.weight", "output_projection.weight")
-_INPUT_EMBEDDINGS = (
+OUTPUT_EMBEDDINGS = ("lm_head.weight", "embed_out.weight", "output_projection.weight")
+INPUT_EMBEDDINGS = (
     "embed_tokens.weight",
     "wte.weight",
     "embed_in.weight",
@@ -148,21 +149,27 @@ def open_checkpoint(path_or_hub_id: str | Path, revision: str | None = None) -> 
     Raises:
         CheckpointError: it is missing, truncated, not safetensors, or its config does not fit its
             tensors.
+        ValueError: an empty path.
     """
-    folder = Path(path_or_hub_id).expanduser()
     source = str(path_or_hub_id)
+    if not source:
+        raise ValueError("an empty path is no model: give a folder or a hub id")
+    folder = Path(path_or_hub_id).expanduser()
     if folder.is_dir():
         folder = folder.resolve()
         source = str(folder)
         commit = None
+    elif os.path.lexists(folder):
+        kind = "a link that leads nowhere" if folder.is_symlink() else "a file"
+        raise CheckpointError(f"{source} is {kind}: give the folder that holds {SINGLE_NAME}")
     else:
         folder = _download(source, revision)
         commit = folder.name
     try:
         located, weight_files = _locate(folder)
-        config = _read_config(folder)
+        config = read_config(folder / "config.json")
     except OSError as error:
-        raise CheckpointError(f"{folder}: {error}") from error
+        raise CheckpointError(fault_text(error, folder)) from error
     tied = _find_ties(folder, config, located)
     return Checkpoint(
         folder,
@@ -272,18 +279,33 @@ def _why_no_weights(folder: Path) -> str:
             f"{folder} has pytorch_model.bin, a pickle, which can run code when read: load it with "
             "transformers and save_pretrained(folder) to get model.safetensors"
         )
-    return f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}: give a Hugging Face model folder"
+    if (folder / "family.json").exists():
+        return f"{folder} is a family, no model: `soupkit restore` writes the model of a variant"
+    remedy = "give a Hugging Face model folder"
+    if found := sorted((len(path.name), path) for path in folder.glob("checkpoint-*/")):
+        remedy = f"give one of its checkpoints, such as {found[-1][1]}"
+    return f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}: {remedy}"
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    if not (folder / "config.json").exists():
+def read_config(path: Path) -> dict[str, Any]:
+    """A model's config.json; {} if there is none.
+
+    Raises:
+        CheckpointError: it is no JSON object, or `architectures` is no list of names.
+        OSError: it cannot be read.
+    """
+    if not path.exists():
         return {}
     try:
-        config = read_json(folder / "config.json")
+        # Real ones hold Infinity, as in the time_step_limit of Mamba2.
+        config = read_json(path, allow_nan=True)
     except ValueError as error:
-        raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
+        raise CheckpointError(f"{path}: {error}") from None
     if not isinstance(config, dict):
-        raise CheckpointError(f"{folder / 'config.json'} is not a JSON object")
+        raise CheckpointError(f"{path} is not a JSON object")
+    heads = config.get("architectures") or []
+    if not isinstance(heads, list) or not all(isinstance(head, str) for head in heads):
+        raise CheckpointError(f"{path}: architectures is {heads!r}, not a list of names")
     return config
 
 
@@ -292,14 +314,14 @@ def _find_ties(
 ) -> dict[str, str]:
     """Aliases of tied embeddings: output name -> input name."""
     tie = config.get("tie_word_embeddings")
-    inputs = [name for name in sorted(tensors) if name.endswith(_INPUT_EMBEDDINGS)]
-    outputs = [name for name in sorted(tensors) if name.endswith(_OUTPUT_EMBEDDINGS)]
+    inputs = [name for name in sorted(tensors) if name.endswith(INPUT_EMBEDDINGS)]
+    outputs = [name for name in sorted(tensors) if name.endswith(OUTPUT_EMBEDDINGS)]
     if tie is False or len(inputs) != 1 or len(outputs) > 1:
         return {}
     source = inputs[0]
     if not outputs:
         alias = "embed_out.weight" if source.endswith("embed_in.weight") else "lm_head.weight"
-        heads = [str(name) for name in config.get("architectures") or []]
+        heads = config.get("architectures") or []
         is_lm = any("CausalLM" in head or "LMHead" in head for head in heads)
         return {alias: source} if is_lm else {}
     if not tie:

@@ -5,13 +5,9 @@ Results go to stdout (one JSON document with --json), progress and complaints to
 command that needs them.
 """
 
-import functools
-import json
-import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
 
@@ -20,14 +16,19 @@ from soupkit.console import (
     Dtype,
     Method,
     Scale,
-    error_line,
+    adapter_document,
     export_document,
+    guarded,
+    leave_signals,
     parse_bytes,
     parse_weights,
+    prepare_process,
     print_inspection,
+    print_json,
+    say,
     show_progress,
 )
-from soupkit.errors import SoupkitError
+from soupkit.version import __version__
 
 if TYPE_CHECKING:
     import torch
@@ -43,38 +44,39 @@ app = typer.Typer(
 )
 
 
+def parse_path(text: str) -> Path:
+    """A path as it was given; an empty one, as from an unset variable, is not taken for "."."""
+    if not text:
+        raise typer.BadParameter("an empty path; for the present folder give .")
+    return Path(text)
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 BaseOption = Annotated[
     str | None, typer.Option("--base", help="The base, if it is not where the family says.")
 ]
-Out = Annotated[Path, typer.Option("--out", help="Folder to write; must not exist yet.")]
+Out = Annotated[
+    Path,
+    typer.Option("--out", help="Folder to write; must not exist yet.", parser=parse_path),
+]
+FamilyPath = Annotated[Path, typer.Argument(help="Folder of the family.", parser=parse_path)]
+
+
+@app.callback(invoke_without_command=True)
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
+    ] = False,
+) -> None:
+    """Merge checkpoints, store fine-tunes as one-bit variants of their base, serve the family."""
+    if version:
+        say(f"soupkit {__version__}")
+        raise typer.Exit
 
 
 def command(function: Callable[P, None]) -> Callable[P, None]:
-    """Register a subcommand whose errors become one line on stderr and exit code 1."""
-
-    @functools.wraps(function)
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            function(*args, **kwargs)
-        except (SoupkitError, ValueError, OSError, ImportError) as error:
-            error_line(error)
-            raise typer.Exit(1) from None
-        except KeyboardInterrupt:
-            error_line("interrupted; nothing was left half-written")
-            raise typer.Exit(128 + signal.SIGINT) from None
-
-    return app.command()(guarded)
-
-
-def print_json(document: Any) -> None:
-    """Print one JSON document on stdout."""
-    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False, default=str) + "\n")
-
-
-def say(text: str) -> None:
-    """Print one line of a result on stdout."""
-    sys.stdout.write(text + "\n")
+    """Register a subcommand."""
+    return app.command()(guarded(function))
 
 
 def torch_dtype(dtype: str | None) -> "torch.dtype | None":
@@ -129,14 +131,18 @@ def merge(
     if as_json:
         print_json({"path": str(report.path), **report.to_json()})
         return
-    say(f"{out}: {method.value} of {len(opened)} checkpoints in {report.seconds:.1f} s")
+    count = "1 checkpoint" if len(opened) == 1 else f"{len(opened)} checkpoints"
+    say(f"{out}: {method.value} of {count} in {report.seconds:.1f} s")
 
 
 @command
 def export(
     base: Annotated[str, typer.Argument(help="The base: folder or hub id.")],
     finetuned: Annotated[list[str], typer.Argument(help="Fine-tunes of it.")],
-    family: Annotated[Path, typer.Option(help="Folder of the family; made if absent.")],
+    family: Annotated[
+        Path,
+        typer.Option(help="Folder of the family; made if absent.", parser=parse_path),
+    ],
     name: Annotated[
         list[str] | None, typer.Option(help="Name of each variant [default: its folder's].")
     ] = None,
@@ -176,14 +182,17 @@ def export(
         reports.append(report)
         if not as_json:
             share = report.model_bf16_bytes / max(1, report.bytes["weights"])
-            say(f"{one}: {report.bytes['weights']:,} bytes, 1/{share:.1f} of the model in bfloat16")
+            told = (
+                f"{one}: {report.bytes['weights']:,} bytes, 1/{share:.1f} of the model in bfloat16"
+            )
+            say(told + ("; it replaced the variant of that name" if report.replaced else ""))
     if as_json:
         print_json([export_document(report) for report in reports])
 
 
 @command
 def restore(
-    family: Annotated[Path, typer.Argument(help="Folder of the family.")],
+    family: FamilyPath,
     name: Annotated[str, typer.Argument(help="The variant.")],
     out: Out,
     base: BaseOption = None,
@@ -212,7 +221,10 @@ def restore(
 
 @command
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A family, a variant's folder, or a checkpoint.")],
+    path: Annotated[
+        Path,
+        typer.Argument(help="A family, a variant's folder, or a checkpoint.", parser=parse_path),
+    ],
     as_json: Json = False,
 ) -> None:
     """Show variants, bytes, the error of every tensor, and history.
@@ -230,7 +242,7 @@ def inspect(
 
 @command
 def verify(
-    family: Annotated[Path, typer.Argument(help="Folder of the family.")],
+    family: FamilyPath,
     base: BaseOption = None,
     as_json: Json = False,
 ) -> None:
@@ -272,17 +284,7 @@ def lora(
             open_checkpoint(base), open_checkpoint(finetuned), out=out, rank=rank, progress=progress
         )
     if as_json:
-        print_json(
-            {
-                "path": str(out),
-                "exact": report.is_exact,
-                "ranks": report.ranks,
-                "lost": report.lost,
-                "lost_energy": report.lost_energy,
-                "left_out": report.left_out,
-                "left_out_energy": report.left_out_energy,
-            }
-        )
+        print_json(adapter_document(report))
         return
     kind = (
         "exact"
@@ -297,7 +299,7 @@ def lora(
 
 @command
 def serve(
-    family: Annotated[Path, typer.Argument(help="Folder of the family.")],
+    family: FamilyPath,
     base: BaseOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8000,
@@ -317,6 +319,7 @@ def serve(
     """
     from soupkit.serving import server
 
+    leave_signals()
     limits = {} if max_queue is None else {"max_queue": max_queue}
     server.run(
         family,
@@ -335,6 +338,7 @@ def serve(
 
 def main() -> None:
     """Entry point of the `soupkit` command."""
+    prepare_process()
     app()
 
 

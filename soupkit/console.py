@@ -2,15 +2,26 @@
 stdout.
 """
 
+import functools
+import io
+import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any
+from typing import Any, ParamSpec
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
+
+from soupkit.errors import SoupkitError
+
+P = ParamSpec("P")
+
+# Of tables that no terminal bounds: whoever reads a file or a pipe wants whole names.
+PIPE_COLUMNS = 1000
 
 
 class Method(str, Enum):
@@ -42,6 +53,55 @@ def error_line(error: BaseException | str) -> None:
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     sys.stderr.write("soupkit: " + " ".join(text.split()) + "\n")
+
+
+def guarded(function: Callable[P, None]) -> Callable[P, None]:
+    """A subcommand whose errors become one line on stderr and exit code 1."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            function(*args, **kwargs)
+        except (SoupkitError, ValueError, OSError, ImportError) as error:
+            error_line(error)
+            raise SystemExit(1) from None
+        except KeyboardInterrupt:
+            error_line("interrupted; nothing was left half-written")
+            raise SystemExit(128 + signal.SIGINT) from None
+
+    return run
+
+
+def prepare_process() -> None:
+    """Let a command that is told to end leave as on an error, and print names in any encoding."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # nohup has a hang-up ignored, and that stays.
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def leave_signals() -> None:
+    """Undo prepare_process for a server, which answers what is under way before it ends."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is _end:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _end(number: int, frame: object) -> None:
+    error_line("ended by a signal; nothing was left half-written")
+    raise SystemExit(128 + number)
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document on stdout."""
+    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False, default=str) + "\n")
+
+
+def say(text: str) -> None:
+    """Print one line of a result on stdout."""
+    sys.stdout.write(text + "\n")
 
 
 def parse_weights(text: str | None) -> tuple[float, ...] | None:
@@ -83,6 +143,19 @@ def export_document(report: Any) -> dict[str, Any]:
     }
 
 
+def adapter_document(report: Any) -> dict[str, Any]:
+    """An AdapterReport as JSON types."""
+    return {
+        "path": str(report.path),
+        "exact": report.is_exact,
+        "ranks": report.ranks,
+        "lost": report.lost,
+        "lost_energy": report.lost_energy,
+        "left_out": report.left_out,
+        "left_out_energy": report.left_out_energy,
+    }
+
+
 @contextmanager
 def show_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
     """Yield a callback (what, done, total) that draws a bar on stderr if that is a terminal."""
@@ -108,6 +181,8 @@ def show_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
 def print_inspection(document: dict[str, Any]) -> None:
     """Print what soupkit.describe found as tables on stdout."""
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=PIPE_COLUMNS)
     if document["kind"] == "family":
         _print_family(console, document)
     elif document["kind"] == "variant":
@@ -133,16 +208,25 @@ def _print_family(console: Console, document: dict[str, Any]) -> None:
     base = document["base"]
     console.print(f"base {base['path']} ({base['dtype']})", highlight=False, soft_wrap=True)
     console.print(f"fingerprint {base['fingerprint']}", highlight=False, soft_wrap=True)
-    table = Table("variant", "signs", "scales", "raw", "total", "of bf16", "lost energy")
+    if not document["variants"]:
+        console.print("no variants yet")
+        return
+    name_column = Column("variant", overflow="fold")
+    table = Table(name_column, "signs", "scales", "raw", "total", "of bf16", "lost energy")
     for name, variant in document["variants"].items():
         if "fault" in variant:
-            table.add_row(name, variant["fault"])
+            table.add_row(name, "damaged")
             continue
         sizes = variant["bytes"]
         share = sizes["weights"] / max(1, variant["model_bf16_bytes"])
         parts = [size_of(sizes[key]) for key in ("signs", "scales", "raw", "total")]
         table.add_row(name, *parts, f"{share:.2%}", f"{_mean_lost(variant['tensors']):.3f}")
     console.print(table)
+    for name, variant in document["variants"].items():
+        if "fault" in variant:
+            console.print(
+                f"{name}: {variant['fault']}", highlight=False, markup=False, soft_wrap=True
+            )
 
 
 def _mean_lost(tensors: list[dict[str, Any]]) -> float:
@@ -155,7 +239,8 @@ def _print_variant(console: Console, document: dict[str, Any]) -> None:
     console.print(
         f"variant {document['name']} {document['digest']}", highlight=False, soft_wrap=True
     )
-    table = Table("tensor", "kind", "shape", "planes", "scale", "bytes", "lost energy")
+    named = (Column(title, overflow="fold") for title in ("tensor", "kind"))
+    table = Table(*named, "shape", "planes", "scale", "bytes", "lost energy")
     for entry in document["tensors"]:
         is_sign = entry["kind"] == "sign"
         table.add_row(
@@ -169,11 +254,16 @@ def _print_variant(console: Console, document: dict[str, Any]) -> None:
         )
     console.print(table)
     for event in document["history"]:
-        console.print(
-            " ".join(f"{key}={value}" for key, value in event.items()),
-            highlight=False,
-            soft_wrap=True,
-        )
+        console.print(_pairs(event), highlight=False, markup=False, soft_wrap=True)
     if document["metrics"]:
-        told = " ".join(f"{key}={value}" for key, value in document["metrics"].items())
-        console.print(f"metrics {told}", highlight=False, soft_wrap=True)
+        told = _pairs(document["metrics"])
+        console.print(f"metrics {told}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    """key=value of all that is told, numbers in four digits."""
+    return " ".join(
+        f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
+        for key, value in values.items()
+        if value is not None and value != ""
+    )

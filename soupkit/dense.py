@@ -5,14 +5,12 @@ Only the fields of config.json that the weights decide are changed: dtype, vocab
 tie_word_embeddings. Everything else, and every other companion file, is carried over as it is.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from soupkit.checkpoint import Checkpoint
+from soupkit.checkpoint import Checkpoint, read_config
 from soupkit.files import atomic_write_json
 
 
@@ -32,7 +30,7 @@ def write_config(
     """
     if not source.is_file():
         return
-    config: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
+    config = read_config(source)
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     heads = [alias for alias in base.tied if alias in shapes]
@@ -44,4 +42,4 @@ def write_config(
         rows = base.shape(name)[:1]
         if shape[:1] != rows and rows == (base.config.get("vocab_size"),):
             config["vocab_size"] = shape[0]
-    atomic_write_json(folder / "config.json", config)
+    atomic_write_json(folder / "config.json", config, allow_nan=True)

@@ -1,10 +1,10 @@
 """What can go wrong in the world, as exceptions.
 
     SoupkitError
-    |-- CheckpointError   a model folder: missing, truncated, of the wrong kind, two tensors that do
-    not fit |-- BundleError       a variant or a family on disk: hostile, truncated, made for
-    another base |-- MergeError        deltas that cannot be merged: not finite, different shapes,
-    no decomposition |-- TrainingError     a run that cannot be souped or resumed
+    |-- CheckpointError   a model folder: missing, truncated, or two that do not fit
+    |-- BundleError       a variant or a family on disk: hostile, truncated, of another base
+    |-- MergeError        deltas that cannot be merged: not finite, different shapes
+    |-- TrainingError     a run that cannot be souped or resumed
     `-- ServingError      a server that cannot load or answer
 
 A mistake of the caller (a bad argument) is a ValueError and not in this tree; an assert is a fault

@@ -10,7 +10,8 @@ Scales are not trained here.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ import torch
 from torch import Tensor
 
 from soupkit.blocks import encode_pair
-from soupkit.checkpoint import Checkpoint
+from soupkit.checkpoint import INPUT_EMBEDDINGS, OUTPUT_EMBEDDINGS, Checkpoint
 from soupkit.companions import copy_companions
 from soupkit.config import MAX_PLANES, Scale, check_choice, check_count, check_variant_name
 from soupkit.delta import TensorSource, layout
-from soupkit.errors import CheckpointError
+from soupkit.errors import CheckpointError, MergeError
 from soupkit.family_write import add_variant, create_or_open_family, staged_variant
 from soupkit.files import atomic_write_json, plain_json
 from soupkit.fingerprint import Entry, digest_of, sha256_of
@@ -113,7 +114,8 @@ def export_variant(
         try:
             done, total = 0, sum(math.prod(finetuned.shape(ours)) for ours, _ in pairs)
             for ours, theirs in pairs:
-                writer.add(ours, finetuned.tensor(ours), base.tensor(theirs))
+                with naming_the_culprit(ours, base, finetuned):
+                    writer.add(ours, finetuned.tensor(ours), base.tensor(theirs))
                 done += math.prod(finetuned.shape(ours))
                 if progress:
                     progress(ours, done, total)
@@ -154,14 +156,14 @@ def pair_names(base: Checkpoint, finetuned: TensorSource) -> list[tuple[str, str
     missing = [name for name in base.names if name not in finetuned.names and name not in tied]
     if missing:
         raise CheckpointError(
-            f"the fine-tune lacks {missing[0]!r} ({len(missing)} in all) that the base has; "
+            f"{_told(finetuned)} lacks {missing[0]!r} ({len(missing)} in all) that the base has; "
             "is it a fine-tune of this base?"
         )
     unknown = [name for name in finetuned.names if name not in base.names and name not in base.tied]
     if unknown:
         raise CheckpointError(
-            f"the fine-tune has {unknown[0]!r} ({len(unknown)} in all), which the base lacks; a "
-            "variant can only change parameters of its base"
+            f"{_told(finetuned)} has {unknown[0]!r} ({len(unknown)} in all), which the base lacks; "
+            "a variant can only change parameters of its base"
         )
     # A head that the fine-tune tied to its input but the base did not is told by its own delta.
     names = sorted({*finetuned.names, *(name for name in tied if name in base.names)})
@@ -170,21 +172,45 @@ def pair_names(base: Checkpoint, finetuned: TensorSource) -> list[tuple[str, str
     return [(name, name) for name in names]
 
 
+@contextmanager
+def naming_the_culprit(name: str, *sources: TensorSource) -> Iterator[None]:
+    """Let a MergeError about the parameter `name` tell which checkpoint is not finite."""
+    try:
+        yield
+    except MergeError as error:
+        for source in sources:
+            # Other sources are a run's own weights: only one is told apart, and a gather is dear.
+            if isinstance(source, Checkpoint) and not source.tensor(name).isfinite().all():
+                raise MergeError(f"{source.path}: {error}") from None
+        raise
+
+
+def _told(finetuned: TensorSource) -> str:
+    return str(finetuned.path) if isinstance(finetuned, Checkpoint) else "the fine-tune"
+
+
 def _check_pair(name: str, base: Checkpoint, finetuned: TensorSource) -> None:
     ours, theirs = finetuned.shape(name), base.shape(name)
     floats = finetuned.dtype(name).is_floating_point, base.dtype(name).is_floating_point
     if floats[0] != floats[1]:
         raise CheckpointError(
-            f"{name}: {finetuned.dtype(name)} against {base.dtype(name)} in the base"
+            f"{_told(finetuned)}: {name}: {finetuned.dtype(name)} against {base.dtype(name)} in "
+            "the base"
         )
     dtype_name(finetuned.dtype(name))
     is_resized = len(ours) == len(theirs) and len(ours) in (1, 2) and ours[1:] == theirs[1:]
-    is_vocabulary = len(ours) == 2 or theirs == (base.config.get("vocab_size"),)
-    if ours != theirs and not (is_resized and is_vocabulary):
+    if ours != theirs and not (is_resized and _is_vocabulary(name, theirs[0], base)):
         raise CheckpointError(
-            f"{name}: shape {ours} against {theirs} in the base; only the vocabulary (the first "
-            "axis of an embedding or head) may differ"
+            f"{_told(finetuned)}: {name}: shape {ours} against {theirs} in the base; only "
+            "the vocabulary (the first axis of an embedding or head) may differ"
         )
+
+
+def _is_vocabulary(name: str, rows: int, base: Checkpoint) -> bool:
+    """Whether the first axis of a parameter, of that length in the base, is the vocabulary."""
+    configs = (base.config, base.config.get("text_config"))
+    sizes = [one.get("vocab_size") for one in configs if isinstance(one, dict)]
+    return rows in sizes or name.endswith(INPUT_EMBEDDINGS + OUTPUT_EMBEDDINGS)
 
 
 def _tied_entries(base: Checkpoint, finetuned: TensorSource) -> list[TensorEntry]:

@@ -1,7 +1,8 @@
 """A family on disk, read: one base by fingerprint, and its variants, listed in family.json.
 
-    family/family.json        schema, base {path, revision, fingerprint, dtype}, variants {name:
-    {path, digest}} family/variants/<name>/   one variant (soupkit.bundle)
+    family/family.json         schema; base {path, revision, fingerprint, dtype};
+                               variants {name: {path, digest}}
+    family/variants/<name>/    one variant (soupkit.bundle)
 
 family.json is read as hostile input: any fault is a BundleError, and no path in it leads out of the
 family. Readers take no lock: whoever finds that a variant was replaced while it was read gets a
@@ -16,7 +17,7 @@ from typing import Any
 from soupkit.checkpoint import Checkpoint, checkpoint_fingerprint, open_checkpoint
 from soupkit.config import check_variant_name
 from soupkit.errors import BundleError, CheckpointError
-from soupkit.files import read_json
+from soupkit.files import fault_text, read_json
 from soupkit.fingerprint import is_digest
 
 SCHEMA = 1
@@ -104,12 +105,12 @@ def open_family(path: str | Path) -> Family:
     file = path / FAMILY_NAME
     try:
         document = read_json(file)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise BundleError(
             f"{path} is no family: it has no {FAMILY_NAME}; `soupkit export` makes one"
         ) from None
     except (OSError, ValueError) as error:
-        raise BundleError(f"{file}: {error}") from error
+        raise BundleError(fault_text(error, file)) from error
     try:
         return _parse(path, document)
     except ValueError as error:
@@ -162,10 +163,13 @@ def _is_inner_path(path: Any) -> bool:
 def check_base(family: Family, base: Checkpoint, fingerprint: str) -> None:
     """Raise BundleError unless `base`, of that fingerprint, is the one the family was made for."""
     if fingerprint != family.base.fingerprint:
+        remedy = "give that base, or another family folder"
+        if not family.variants:
+            remedy += "; it has no variant yet, so its folder can also be removed"
         raise BundleError(
             f"{base.path} is not the base of {family.path}: it has {fingerprint[:19]}..., "
             f"the family was made for {family.base.path} with {family.base.fingerprint[:19]}...; "
-            "the shapes may agree, the weights do not: give that base, or another family folder"
+            f"the shapes may agree, the weights do not: {remedy}"
         )
 
 
@@ -181,7 +185,7 @@ def open_base(family: Family, base: str | Path | None = None) -> Checkpoint:
     """
     revision = family.base.revision if base is None else None
     try:
-        checkpoint = open_checkpoint(base or family.base.path, revision)
+        checkpoint = open_checkpoint(family.base.path if base is None else base, revision)
     except CheckpointError as error:
         if base is not None:
             raise

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from soupkit.checkpoint import Checkpoint, checkpoint_fingerprint
 from soupkit.config import check_variant_name
+from soupkit.errors import BundleError
 from soupkit.family import (
     FAMILY_NAME,
     VARIANTS_NAME,
@@ -30,7 +31,9 @@ from soupkit.files import (
     fsync_path,
     fsync_tree,
     locked,
+    make_folder,
     make_pending_folder,
+    naming,
     remove_dead_pending,
 )
 
@@ -42,12 +45,16 @@ def create_or_open_family(path: str | Path, base: Checkpoint) -> Family:
     """Open the family at `path`, or make an empty one for `base`.
 
     Raises:
-        BundleError: the family there belongs to another base, or is damaged.
+        BundleError: the family there belongs to another base, or is damaged; or it is a model's
+            folder.
         OSError: the disk refused.
     """
     path = Path(path)
+    is_model = (path / "config.json").exists() or any(path.glob("*.safetensors"))
+    if is_model and not (path / FAMILY_NAME).exists():
+        raise BundleError(f"{path} is a model folder: give the family a folder of its own")
     fingerprint = checkpoint_fingerprint(base)
-    (path / VARIANTS_NAME).mkdir(parents=True, exist_ok=True)
+    make_folder(path / VARIANTS_NAME)
     with locked(path / LOCK_NAME):
         if (path / FAMILY_NAME).exists():
             family = open_family(path)
@@ -68,8 +75,9 @@ def staged_variant(path: Path) -> Iterator[Path]:
         _clean(path)
         folder, descriptor = make_pending_folder(path / VARIANTS_NAME)
     try:
-        (folder / UNLISTED_NAME).touch()
-        yield folder
+        with naming(path):
+            (folder / UNLISTED_NAME).touch()
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(descriptor)

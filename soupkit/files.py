@@ -9,6 +9,7 @@ inside the files.
 """
 
 import contextlib
+import errno
 import fcntl
 import glob
 import hashlib
@@ -24,6 +25,40 @@ from typing import Any
 
 PENDING_PREFIX = ".pending-"
 MAX_JSON_BYTES = 256 * 2**20
+
+
+def fault_text(error: Exception, path: Path) -> str:
+    """ "<file>: <reason>" for a fault met at `path`, with the file named once."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or path}: {error.strerror}"
+    return f"{path}: {error}"
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError that names no file (a full disk) the name of what was written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder `path` and its parents where they are missing.
+
+    Raises:
+        NotADirectoryError: a part of the path, which is named, is something else.
+        OSError: the disk refused.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        part = next(one for one in (path, *path.parents) if os.path.lexists(one))
+        raise NotADirectoryError(
+            errno.ENOTDIR, "is no folder, so none can be made there", str(part)
+        ) from None
 
 
 def fsync_path(path: Path) -> None:
@@ -48,18 +83,18 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def atomic_write_json(path: Path, value: Any) -> None:
+def atomic_write_json(path: Path, value: Any, *, allow_nan: bool = False) -> None:
     """Replace the JSON file `path` in one step; a reader sees the old or the new text, never a
     part.
 
     Raises:
         OSError: the disk refused; the old file stands.
-        ValueError: `value` holds NaN or infinity, which JSON has no word for.
+        ValueError: `value` holds NaN or infinity, which JSON has no word for, unless `allow_nan`.
     """
-    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    text = json.dumps(value, indent=2, allow_nan=allow_nan) + "\n"
     descriptor, name = tempfile.mkstemp(prefix=PENDING_PREFIX, dir=path.parent)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with naming(path), os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fchmod(file.fileno(), 0o644)
@@ -83,23 +118,27 @@ def _no_constant(word: str) -> Any:
     raise ValueError(f"{word} is not JSON")
 
 
-def parse_json(raw: bytes) -> Any:
-    """Parse JSON that may be hostile: no duplicate keys, no NaN, no depth that ends the
-    interpreter.
+def parse_json(raw: bytes, *, allow_nan: bool = False) -> Any:
+    """Parse JSON that may be hostile: no duplicate keys, no depth that ends the interpreter, and no
+    NaN or Infinity unless `allow_nan`.
 
     Raises:
         ValueError: anything at all is wrong with it.
     """
     try:
         return json.loads(
-            raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
+            raw.decode("utf-8"),
+            object_pairs_hook=_no_duplicates,
+            parse_constant=float if allow_nan else _no_constant,
         )
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"not JSON: {error}") from None
 
 
-def read_json(path: Path) -> Any:
-    """Read and parse a small, possibly hostile JSON file.
+def read_json(path: Path, *, allow_nan: bool = False) -> Any:
+    """Read and parse a small, possibly hostile JSON file; `allow_nan` as in parse_json.
 
     Raises:
         OSError: it cannot be read, or is no regular file.
@@ -109,7 +148,7 @@ def read_json(path: Path) -> Any:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_JSON_BYTES:
             raise ValueError(f"{size} bytes are more than the {MAX_JSON_BYTES} allowed for JSON")
-        return parse_json(file.read())
+        return parse_json(file.read(), allow_nan=allow_nan)
 
 
 def open_regular(path: Path) -> Any:
@@ -122,7 +161,7 @@ def open_regular(path: Path) -> Any:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(f"{path} is not a regular file")
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     return os.fdopen(descriptor, "rb")
 
 
@@ -195,7 +234,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     """
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise FileExistsError(f"{target} exists already: remove it or choose another folder")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     prefix = f"{PENDING_PREFIX}{target.name}-"
     for left in target.parent.glob(glob.escape(prefix) + "*"):
         if left.is_dir() and not left.is_symlink() and not is_in_work(left):
@@ -203,11 +242,12 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     folder, descriptor = make_pending_folder(target.parent)
     pending = folder.with_name(prefix + folder.name.removeprefix(PENDING_PREFIX))
     try:
-        os.rename(folder, pending)
-        yield pending
-        fsync_tree(pending)
-        os.rename(pending, target)
-        fsync_path(target.parent)
+        with naming(target):
+            os.rename(folder, pending)
+            yield pending
+            fsync_tree(pending)
+            os.rename(pending, target)
+            fsync_path(target.parent)
     finally:
         for leftover in (folder, pending):
             shutil.rmtree(leftover, ignore_errors=True)

@@ -24,7 +24,7 @@ from soupkit.checkpoint import Checkpoint
 from soupkit.delta import layout, subtract
 from soupkit.dense import write_config
 from soupkit.errors import CheckpointError
-from soupkit.export import Progress, pair_names
+from soupkit.export import Progress, naming_the_culprit, pair_names
 from soupkit.files import atomic_folder, atomic_write_json, plain_json
 from soupkit.merge import MatrixReport, MergeRule, merge_deltas
 from soupkit.shards import ShardWriter
@@ -177,8 +177,9 @@ class _Merger:
             extra = []
         is_mean = self._rule.method == "mean" or layout(name, tuple(theirs.shape)) == "vector"
         merge = self._merge_blocks if is_mean else self._merge_whole
-        for piece in merge(name, theirs, ours):
-            yield piece.to(spec.dtype)
+        with naming_the_culprit(name, self._base, *self._checkpoints):
+            for piece in merge(name, theirs, ours):
+                yield piece.to(spec.dtype)
         for rows in row_blocks(tuple(extra[0].shape)) if extra else ():
             yield self._average([one[rows] for one in extra]).to(spec.dtype)
 

@@ -23,7 +23,7 @@ from soupkit.companions import is_companion
 from soupkit.dense import write_config
 from soupkit.errors import BundleError
 from soupkit.export import Progress
-from soupkit.family import open_base, open_family
+from soupkit.family import Family, open_base, open_family
 from soupkit.files import atomic_folder, file_digest
 from soupkit.manifest import MANIFEST_NAME, TensorEntry, matrix_shape
 from soupkit.numeric import squared_norm
@@ -69,13 +69,32 @@ def restore(
             then.
     """
     found = open_family(family)
-    variant = open_variant(found.folder(name))
+    variant = open_intact(found, name)
     checkpoint = open_base(found, base)
     check_covers(variant, checkpoint)
     with atomic_folder(Path(out)) as folder:
         writer = _Restorer(variant, checkpoint, dtype or torch.float32)
         loss = writer.write(folder, progress)
     return RestoreReport(Path(out), dtype or torch.float32, loss)
+
+
+def open_intact(family: Family, name: str) -> Variant:
+    """Open a variant whose bytes are those that family.json lists, made for the family's base.
+
+    Raises:
+        BundleError: no such variant, damaged, replaced, or of another base.
+    """
+    variant = open_variant(family.folder(name))
+    manifest = variant.manifest
+    if manifest.digest != family.variants[name].digest:
+        raise BundleError(
+            f"{variant.path}: its manifest has digest {manifest.digest}, family.json lists "
+            f"{family.variants[name].digest}: it was replaced; export the variant again"
+        )
+    if manifest.base_fingerprint != family.base.fingerprint:
+        raise BundleError(f"{variant.path}: made for another base than the family's: export again")
+    variant.check_digest()
+    return variant
 
 
 def check_covers(variant: Variant, base: Checkpoint) -> None:

@@ -52,7 +52,7 @@ def _check_base(family: Family, base: str | Path | None, faults: list[str]) -> C
     """Open the base and compare its fingerprint; None, and a fault, if it is not the family's."""
     try:
         revision = family.base.revision if base is None else None
-        checkpoint = open_checkpoint(base or family.base.path, revision)
+        checkpoint = open_checkpoint(family.base.path if base is None else base, revision)
         check_base(family, checkpoint, fingerprint(checkpoint))
     except SoupkitError as error:
         faults.append(f"base: {error}")

@@ -402,5 +402,8 @@ def test_variant_names_are_checked(family):
 
 
 def test_folder_without_family_json_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(BundleError, match="file is no family"):
+        open_family(tmp_path / "file")
     with pytest.raises(BundleError, match=r"is no family.*soupkit export"):
         open_family(tmp_path)

@@ -210,6 +210,11 @@ def test_wrapper_parts_are_dropped_and_clashes_refused(base_folder, tmp_path):
         ({}, "neither model.safetensors nor"),
         ({"pytorch_model.bin": b"x"}, "pickle.*save_pretrained"),
         ({"pytorch_model.bin.index.json": b"{}"}, "pickle.*save_pretrained"),
+        ({"family.json": b"{}"}, "is a family.*soupkit restore"),
+        (
+            {"checkpoint-90/a": b"", "checkpoint-400/a": b""},
+            "one of its checkpoints.*checkpoint-400",
+        ),
         ({"adapter_config.json": b"{}"}, "PEFT adapter.*merge_and_unload"),
         ({"model.safetensors.index.json": b"["}, "index.json"),
         ({"model.safetensors.index.json": b'{"weight_map": 3}'}, "no weight_map"),
@@ -226,6 +231,7 @@ def test_wrapper_parts_are_dropped_and_clashes_refused(base_folder, tmp_path):
 )
 def test_folders_that_are_no_model_are_told_with_a_remedy(tmp_path, files, complaint):
     for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=complaint):
         open_checkpoint(tmp_path)
@@ -239,7 +245,18 @@ def test_index_that_puts_a_tensor_into_the_wrong_file_is_refused(tmp_path):
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("config", [b"{", b"[]", b"\xff\xfe", b'{"a": 1, "a": 2}', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "config",
+    [
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b'{"a": 1, "a": 2}',
+        b"[" * 100_000,
+        b'{"architectures": 5}',
+        b'{"architectures": [{}]}',
+    ],
+)
 def test_damaged_config_is_refused(base_folder, tmp_path, config):
     folder = copy_weights(base_folder, tmp_path / "m", load_file(base_folder / "model.safetensors"))
     (folder / "config.json").write_bytes(config)
@@ -295,13 +312,22 @@ def test_hostile_weight_files_are_refused(tmp_path, content):
 
 def test_pipe_in_place_of_a_file_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="not a regular file"):
+    with pytest.raises(CheckpointError) as caught:
         open_checkpoint(tmp_path)
+    assert str(caught.value) == f"{tmp_path / 'model.safetensors'}: not a regular file"
 
 
 def test_paths_that_are_neither_folder_nor_hub_id(tmp_path):
     with pytest.raises(CheckpointError, match="no such folder"):
         open_checkpoint(tmp_path / "nothing")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file is a file: give the folder that holds"):
+        open_checkpoint(tmp_path / "file")
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match="link is a link that leads nowhere"):
+        open_checkpoint(tmp_path / "link")
+    with pytest.raises(ValueError, match="an empty path is no model"):
+        open_checkpoint("")
     with pytest.raises(CheckpointError, match="no such folder, and the hub cannot be reached"):
         open_checkpoint("nobody/nothing")
 

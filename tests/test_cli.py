@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,8 +14,11 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from soupkit.checkpoint import open_checkpoint
 from soupkit.cli import app
 from soupkit.console import parse_bytes, parse_weights, size_of
+from soupkit.export import export_variant
+from soupkit.version import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ["merge", "export", "restore", "inspect", "verify", "lora", "serve"]
@@ -79,7 +83,7 @@ def test_export_names_variants_after_their_folders(base_folder, finetuned_folder
     )  # fmt: skip
     assert [report["name"] for report in two] == ["a", "b"]
     result = run("export", base_folder, finetuned_folder, "--family", tmp_path / "f")
-    assert "of the model in bfloat16" in result.stdout
+    assert "of the model in bfloat16; it replaced the variant of that name" in result.stdout
 
 
 def test_export_checks_all_names_before_it_writes(base_folder, tmp_path):
@@ -114,7 +118,7 @@ def test_restore_and_merge_write_folders_that_agree(
     told = run("restore", family, "finetuned", "--out", tmp_path / "half", "--dtype", "bfloat16")
     assert "rounding moves the weights by" in told.stdout
     told = run("merge", base_folder, finetuned_folder, "--out", tmp_path / "m2", "--rank", "2")
-    assert "svd_mean of 1 checkpoints" in told.stdout
+    assert "svd_mean of 1 checkpoint in" in told.stdout
 
 
 def test_inspect_tells_families_variants_and_checkpoints(family, base_folder):
@@ -135,8 +139,86 @@ def test_inspect_tells_families_variants_and_checkpoints(family, base_folder):
         assert result.exit_code == 0
         assert word in result.stdout
     (family / variant["path"] / "manifest.json").write_text("{}")
-    assert "manifest.json" in document("inspect", family)["variants"]["finetuned"]["fault"]
-    assert run("inspect", family).exit_code == 0
+    fault = document("inspect", family)["variants"]["finetuned"]["fault"]
+    assert "manifest.json" in fault
+    result = run("inspect", family)
+    assert result.exit_code == 0
+    assert f"\nfinetuned: {fault}\n" in result.stdout
+    assert "damaged" in result.stdout
+
+
+def test_names_in_tables_are_whole(family, monkeypatch):
+    variant = family / "variants" / "finetuned"
+    names = [entry["name"] for entry in document("inspect", variant)["tensors"]]
+    assert all(name in run("inspect", variant).stdout for name in names)
+    # On a narrow terminal they are folded, none of their letters is dropped.
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    text = run("inspect", variant).stdout
+    assert "\u2026" not in text
+    assert all(len(re.sub("\x1b.*?m", "", line)) <= 80 for line in text.splitlines()[1:-1])
+
+
+def test_history_is_told_in_four_digits_without_what_is_unknown(
+    base_folder, finetuned_folder, tmp_path
+):
+    report = export_variant(
+        open_checkpoint(base_folder),
+        open_checkpoint(finetuned_folder),
+        family=tmp_path / "f",
+        name="v",
+        history=[{"step": 40, "cosine": 0.9578834951732371, "reason": "", "metric": None}],
+        metrics={"best_score": 2.4315323352813722},
+    )
+    told = run("inspect", report.path).stdout
+    assert "\nstep=40 cosine=0.9579\n" in told
+    assert "\nmetrics best_score=2.432\n" in told
+
+
+def test_family_without_variants_is_told(base_folder, make_finetune, tmp_path):
+    def edit(tensors):
+        tensors["model.norm.weight"][0] = float("nan")
+
+    finetuned = make_finetune(tmp_path / "ft", base_folder, edit=edit)
+    line = complaint("export", base_folder, finetuned, "--family", tmp_path / "f")
+    assert line.startswith(f"soupkit: {finetuned}: model.norm.weight: nan at")
+    assert "no variants yet" in run("inspect", tmp_path / "f").stdout
+
+
+def test_version_is_told():
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"soupkit {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("export", "{base}", "{base}", "--name", "v", "--family", ""),
+        ("restore", "", "v", "--out", "{tmp}/out"),
+        ("restore", "{tmp}", "v", "--out", ""),
+        ("merge", "{base}", "{base}", "--out", ""),
+        ("lora", "{base}", "{base}", "--out", ""),
+        ("inspect", ""),
+        ("verify", ""),
+        ("serve", ""),
+    ],
+)
+def test_empty_path_is_not_the_present_folder(base_folder, tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    filled = [one.format(base=base_folder, tmp=tmp_path) for one in arguments]
+    assert "an empty path" in complaint(*filled, code=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_empty_base_is_no_model(family, base_folder, tmp_path):
+    for arguments in (
+        ("export", "", base_folder, "--name", "v", "--family", tmp_path / "f"),
+        ("export", base_folder, "", "--name", "v", "--family", tmp_path / "f"),
+        ("restore", family, "finetuned", "--out", tmp_path / "out", "--base", ""),
+        ("verify", family, "--base", ""),
+    ):
+        assert "an empty path is no model" in complaint(*arguments)
+    assert [path.name for path in tmp_path.iterdir()] == ["family"]
 
 
 def test_verify_exits_with_one_and_the_faults(family):
@@ -197,7 +279,11 @@ def test_full_disk_is_one_line(base_folder, finetuned_folder, tmp_path, monkeypa
 
     monkeypatch.setattr(os, "pwrite", full)
     line = complaint("merge", base_folder, finetuned_folder, "--out", tmp_path / "out")
-    assert line == "soupkit: No space left on device\n"
+    assert line == f"soupkit: {tmp_path / 'out'}: No space left on device\n"
+    family = tmp_path / "family"
+    line = complaint("export", base_folder, finetuned_folder, "--family", family)
+    assert line == f"soupkit: {family}: No space left on device\n"
+    shutil.rmtree(family)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -233,6 +319,44 @@ def test_interrupt_is_one_line_and_leaves_nothing(
     assert result.exit_code == 128 + signal.SIGINT
     assert result.stderr == "soupkit: interrupted; nothing was left half-written\n"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_process_that_is_told_to_end_leaves_nothing(
+    base_folder, finetuned_folder, tmp_path, number
+):
+    code = f"""
+import os
+import soupkit.offline
+from soupkit.cli import main
+
+soupkit.offline.merge_deltas = lambda *args: os.kill(os.getpid(), {int(number)})
+main()
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
+    arguments = ["merge", str(base_folder), str(finetuned_folder), "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True, text=True, env=environment, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 128 + number
+    assert done.stderr == "soupkit: ended by a signal; nothing was left half-written\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_that_the_terminal_cannot_show_are_escaped(family, tmp_path):
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}",
+        "PYTHONIOENCODING": "ascii",
+    }
+    other = family.rename(tmp_path / "f\xfcnf")
+    done = subprocess.run(
+        [sys.executable, "-m", "soupkit.cli", "verify", str(other)],
+        capture_output=True, text=True, env=environment, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("f\\xfcnf: all is well\n")
 
 
 def test_real_process_prints_json_and_faults_on_stdout_only(family):

@@ -26,6 +26,7 @@ from soupkit.verify import verify_family
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 GATE, NORM = "model.layers.0.mlp.gate_proj.weight", "model.norm.weight"
+KEYS = "model.layers.0.self_attn.k_proj.weight"
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -211,6 +212,9 @@ def put(name, tensor):
         (drop(GATE), f"lacks '{GATE}'"),
         (put("extra.weight", torch.ones(2, 2)), "has 'extra.weight'.*base lacks"),
         (put(GATE, torch.ones(44, 23)), r"gate_proj.*\(44, 23\) against \(44, 24\)"),
+        # A whole model with fewer heads or a narrower MLP differs in first axes only.
+        (put(GATE, torch.ones(40, 24)), r"ft: .*gate_proj.*\(40, 24\) against \(44, 24\)"),
+        (put(KEYS, torch.ones(6, 24)), r"k_proj.*\(6, 24\) against .*only the vocabulary"),
         (put(NORM, torch.ones(25)), r"norm.weight: shape \(25,\) against \(24,\)"),
         (put(NORM, torch.ones(24, dtype=torch.int32)), "norm.weight: torch.int32 against"),
     ],
@@ -231,10 +235,50 @@ def test_weights_that_are_not_finite_are_refused_by_name(
         tensors[name].view(-1)[3] = value
 
     finetuned = make_finetune(tmp_path / "ft", base_folder, edit=edit)
-    with pytest.raises(MergeError, match=name):
+    with pytest.raises(MergeError, match=f"^{finetuned}: {name}: "):
         export(base_folder, finetuned, tmp_path / "f")
     assert open_family(tmp_path / "f").variants == {}
     assert list((tmp_path / "f" / "variants").iterdir()) == []
+
+
+def test_base_that_is_not_finite_is_named(make_llama, make_finetune, tmp_path):
+    def edit(tensors):
+        tensors[GATE].view(-1)[3] = float("nan")
+
+    base = make_finetune(tmp_path / "base", make_llama(tmp_path / "whole"), edit=edit)
+    with pytest.raises(MergeError, match=f"^{base}: {GATE}: "):
+        export(base, tmp_path / "whole", tmp_path / "f")
+
+
+def test_resized_vocabulary_without_a_config_is_known_by_name(make_llama, make_finetune, tmp_path):
+    base = make_llama(tmp_path / "base", tied=False)
+
+    def edit(tensors):
+        for name in (EMBEDDING, "lm_head.weight"):
+            tensors[name] = torch.cat([tensors[name], torch.ones(3, 24)])
+
+    finetuned = make_finetune(tmp_path / "ft", base, edit=edit)
+    (base / "config.json").unlink()
+    report = export(base, finetuned, tmp_path / "f")
+    assert {one.kind for one in report.entries if one.shape[0] == 102} == {"raw"}
+
+
+def test_family_is_not_made_inside_a_model(base_folder, finetuned_folder, make_finetune, tmp_path):
+    model = make_finetune(tmp_path / "ft", base_folder)
+    before = sorted(model.iterdir())
+    with pytest.raises(BundleError, match="is a model folder: give the family a folder of its own"):
+        export(base_folder, finetuned_folder, model)
+    assert sorted(model.iterdir()) == before
+
+
+@pytest.mark.parametrize("place", ["file", "file/family", "link", "family"])
+def test_file_in_the_way_of_a_family_is_named(base_folder, tmp_path, place):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "family").mkdir()
+    (tmp_path / "family" / "variants").touch()
+    with pytest.raises(NotADirectoryError, match=f"is no folder.*{place.partition('/')[0]}"):
+        export(base_folder, base_folder, tmp_path / place)
 
 
 def test_other_layouts_and_odd_shapes_travel(tmp_path):

@@ -162,7 +162,7 @@ def test_faults_leave_nothing_behind(base_folder, fine_tunes, make_finetune, tmp
         tensors[GATE][1, 1] = float("inf")
 
     broken = make_finetune(tmp_path / "broken", base_folder, edit=edit)
-    with pytest.raises(MergeError, match=GATE):
+    with pytest.raises(MergeError, match=f"^{broken}: {GATE}: "):
         merge(base_folder, [fine_tunes[0], broken], tmp_path / "out", MergeRule("mean"))
     with pytest.raises(ValueError, match="2 weights for 3 deltas"):
         merge(base_folder, fine_tunes, tmp_path / "out", MergeRule("mean", weights=(1.0, 2.0)))

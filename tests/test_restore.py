@@ -162,6 +162,59 @@ def test_damaged_companion_is_refused_and_leaves_nothing(base_folder, make_finet
     assert not list(tmp_path.glob(".*"))
 
 
+def test_flipped_bit_is_refused_and_leaves_nothing(base_folder, finetuned_folder, tmp_path):
+    report = export(base_folder, finetuned_folder, tmp_path / "f")
+    path = report.path / "variant.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-100] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(BundleError, match="damaged or replaced; export the variant again"):
+        restore(tmp_path / "f", "v", out=tmp_path / "dense")
+    assert [one.name for one in tmp_path.iterdir()] == ["f"]
+
+
+def test_variant_of_another_export_or_base_is_refused(
+    make_llama, base_folder, finetuned_folder, tmp_path
+):
+    export(base_folder, finetuned_folder, tmp_path / "f")
+    export(base_folder, finetuned_folder, tmp_path / "g", planes=2)
+    other = make_llama(tmp_path / "other", seed=4)
+    export(other, finetuned_folder, tmp_path / "h")
+    for family in ("g", "h"):
+        shutil.rmtree(tmp_path / "f" / "variants" / "v")
+        shutil.copytree(tmp_path / family / "variants" / "v", tmp_path / "f" / "variants" / "v")
+        with pytest.raises(BundleError, match="was replaced; export the variant again"):
+            restore(tmp_path / "f", "v", out=tmp_path / "dense")
+    listed = json.loads((tmp_path / "f" / "family.json").read_text())
+    listed["variants"] = json.loads((tmp_path / "h" / "family.json").read_text())["variants"]
+    (tmp_path / "f" / "family.json").write_text(json.dumps(listed))
+    with pytest.raises(BundleError, match="another base than the family's"):
+        restore(tmp_path / "f", "v", out=tmp_path / "dense")
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"architectures": 5}'])
+def test_damaged_config_of_a_variant_is_refused(base_folder, make_finetune, tmp_path, text):
+    finetuned = make_finetune(tmp_path / "ft", base_folder, config={"temperature": 0.5})
+    checkpoint = open_checkpoint(finetuned)
+    (finetuned / "config.json").write_text(text)
+    export_variant(
+        open_checkpoint(base_folder), checkpoint, family=tmp_path / "f", name="v",
+        companions=finetuned,
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        restore(tmp_path / "f", "v", out=tmp_path / "dense")
+    assert not (tmp_path / "dense").exists()
+
+
+def test_config_with_infinity_is_kept(base_folder, make_finetune, tmp_path):
+    # json.dumps writes Infinity, as in config.json of Mamba2 models on the hub.
+    finetuned = make_finetune(tmp_path / "ft", base_folder, config={"limit": [0.0, math.inf]})
+    export(base_folder, finetuned, tmp_path / "f")
+    restore(tmp_path / "f", "v", out=tmp_path / "dense")
+    config = json.loads((tmp_path / "dense" / "config.json").read_text())
+    assert config["limit"] == [0.0, math.inf]
+
+
 def test_base_can_be_moved_but_not_changed(make_llama, make_finetune, tmp_path):
     base = make_llama(tmp_path / "base")
     export(base, make_finetune(tmp_path / "ft", base), tmp_path / "f")
