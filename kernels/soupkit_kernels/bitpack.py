@@ -1,5 +1,4 @@
-"""Packed signs: eight to a byte, least significant bit first. The only place that knows the bit
-order.
+"""Packed signs, eight to a byte, least significant bit first: the only place that knows the order.
 
     bit b of byte j of a row  <->  input 8 j + b;   1 means +1, 0 means -1
 
@@ -50,8 +49,7 @@ def pack(values: Tensor) -> Tensor:
         ones = ones.reshape(*ones.shape[:-1], width, SIGNS_PER_BYTE).flip(-1).flatten(-2)
     if ones.numel() == 0:
         return torch.empty((*values.shape[:-1], width), dtype=torch.uint8, device=values.device)
-    # The view needs the storage to start at a multiple of 8 bytes; a slice of a bool tensor may
-    # not.
+    # The view needs a start at a multiple of 8 bytes; a slice of a bool tensor may have another.
     if ones.storage_offset() % SIGNS_PER_BYTE:
         ones = ones.clone()
     words = ones.view(torch.int64)

@@ -1,7 +1,7 @@
 """The multi-variant linear in a few lines of torch: its meaning, not its speed.
 
-    y[t] = x[t] W^T + sum_p scale_v[p] * (S_v[p] x[t]) + bias,   v = variant_index[t];   v = -1:
-    x[t] W^T + bias
+    y[t] = x[t] W^T + sum_p scale_v[p] * (S_v[p] x[t]) + bias,   v = variant_index[t]
+    y[t] = x[t] W^T + bias                                       where v = -1
 
 Legend: T tokens, K in_features, N out_features, P planes. Source of the delta form: BitDelta, arXiv
 2402.10193. Everything is computed in float32 (float64 if x is) and rounded to x's dtype once.

@@ -43,9 +43,7 @@ class Choice:
     offset: int = 0  # characters of the tokens written so far, for text_offset
 
     async def pieces(self, service: Service) -> AsyncGenerator[Piece]:
-        """Yields until the choice is finished. Raises ApiError; leaving early cancels the
-        generation.
-        """
+        """Yields until the choice ends. Raises ApiError; leaving early cancels the generation."""
         stream = TextStream(self.tokenizer, stop=self.stops)
         if self.echo is not None and not self.generation.score_prompt:
             yield Piece(self.echo)
@@ -89,9 +87,8 @@ class Choice:
         for token, text in zip(tokens, texts, strict=True):
             best: dict[str, float] = {}
             for token_id, logprob in token.top:
-                best.setdefault(
-                    self._text(token_id), logprob
-                )  # two ids can read alike; the likelier stays
+                # Two ids can read alike; the likelier stays.
+                best.setdefault(self._text(token_id), logprob)
             if token.logprob is not None:
                 best.setdefault(text, token.logprob)
             tops.append(best if token.logprob is not None else None)
@@ -132,9 +129,7 @@ class Answer:
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def whole(self, service: Service) -> dict[str, Any]:
-        """The body once everything is generated. Raises ApiError of the first choice that
-        failed.
-        """
+        """The body once all is generated. Raises ApiError of the first choice that failed."""
         try:
             written = [await self._collect(choice, service) for choice in self.choices]
         finally:

@@ -138,8 +138,7 @@ async def _respond(
         return JSONResponse(await _while_connected(request, answer.whole(service)))
     chunks = answer.chunks(service, include_usage=body.include_usage)
     try:
-        # Nothing is sent before the first token is there, so that a failure still has its own
-        # status.
+        # Nothing is sent before the first token, so that a failure still has a status of its own.
         held = [await _while_connected(request, anext(chunks))]
         while not _has_content(held[-1]):
             held.append(await _while_connected(request, anext(chunks)))

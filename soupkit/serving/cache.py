@@ -75,8 +75,7 @@ class DeltaCache:
         return self.used_bytes - self.evictable_bytes + num_bytes <= self.budget_bytes
 
     def admit(self, digest: str, num_bytes: int) -> tuple[int, list[Evicted]]:
-        """Takes a variant in, evicting the least recently used ones that nobody uses, as few as
-        needed.
+        """Takes a variant in; as few as needed of the least recently used idle ones go.
 
         Returns:
             The slot it holds from now on, and what had to go; the caller empties those slots first.

@@ -47,24 +47,20 @@ class Catalog:
         return changed
 
     def load(self, ref: VariantRef) -> LoadedVariant:
-        """Reads and checks a variant. Raises BundleError, also if it is no longer the one that was
-        meant.
-        """
+        """Reads and checks a variant. Raises BundleError, also where another has its name now."""
         variant = open_variant(self.family.folder(ref.name))
         if variant.manifest.base_fingerprint != self.family.base.fingerprint:
             raise BundleError(f"variant {ref.name!r} was made for another base; export it again")
         loaded = variant.load(check=True)
         if loaded.digest != ref.digest:
             raise BundleError(
-                f"variant {ref.name!r} has digest {loaded.digest}, family.json says {ref.digest}; "
-                "try again"
+                f"variant {ref.name!r} has digest {loaded.digest}, family.json says "
+                f"{ref.digest}; try again"
             )
         return loaded
 
     def total_bytes(self) -> int:
-        """Bytes of all variants; unreadable ones count nothing here and are refused when they are
-        loaded.
-        """
+        """Bytes of all variants; unreadable ones count nothing and are refused when loaded."""
         total = 0
         for name in self.family.variants:
             try:

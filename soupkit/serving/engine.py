@@ -1,12 +1,14 @@
 """Requests of several variants -> tokens, on transformers' continuous batching.
 
-What continuous batching lacks is added at five seams of its manager, all held by contract tests and
-found on transformers 5.24 (`generation/continuous_batching`):
-  prepare_batch_tensors     the slot of every row is set beside the batch's tensors
-  ModelRunner._sample       the next token by each request's own settings (sampling.py)
-  clear_cancelled_requests  a cancelled request gets its terminal event, once nothing computes for
-  it mark_as_stopped           if the thread ends, every open request is told
-  PagedAttentionCache.update  what is not finite stays out of other sequences (guard.py)
+What continuous batching lacks is added at five seams of its manager, found on transformers 5.24
+(`generation/continuous_batching`) and held by tests:
+
+    prepare_batch_tensors       the slot of every row is set beside the batch's tensors
+    ModelRunner._sample         the next token by each request's own settings (sampling.py)
+    clear_cancelled_requests    a cancelled request is told so once nothing computes for it
+    mark_as_stopped             if the thread ends, every open request is told
+    PagedAttentionCache.update  what is not finite stays out of other sequences (guard.py)
+
 Prefix sharing is off: its blocks are keyed by tokens only, and one variant would read another's.
 CUDA graphs are off: a replay would skip the first two seams.
 Not here: queues in front (router.py), which slots hold what (cache.py), text (text.py).
@@ -14,6 +16,7 @@ Not here: queues in front (router.py), which slots hold what (cache.py), text (t
 
 import itertools
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,17 +46,18 @@ class Engine:
     """
 
     def __init__(self, model: Any, *, max_running: int, plan: KVPlan) -> None:
-        """Args:
-        model: a causal LM in eval mode on its device; it belongs to the engine until `close`.
-        max_running: sequences in one batch.
-        plan: how many tokens the key-value cache and one batch hold.
+        """Nothing runs before `start`.
+
+        Args:
+            model: a causal LM in eval mode on its device; it is the engine's until `close`.
+            max_running: sequences in one batch.
+            plan: how many tokens the key-value cache and one batch hold.
         """
         config = model.config.get_text_config()
         self.max_running = max_running
         self.vocab_size: int = config.vocab_size
         positions = getattr(config, "max_position_embeddings", None) or plan.kv_tokens
         self.max_context: int = min(positions, plan.kv_tokens)
-        self.num_tokens = 0
         self._model = model
         self._bank = VariantBank(
             model, vocab_size=self.vocab_size, head=model.get_output_embeddings()
@@ -68,8 +72,7 @@ class Engine:
 
     def _make_manager(self, plan: KVPlan) -> Any:
         manager = self._model.init_continuous_batching(
-            # Stop tokens travel with each request; sampling is ours, so no processor may act before
-            # it.
+            # Stop tokens travel with each request; sampling is ours, so no processor may act first.
             generation_config=GenerationConfig(eos_token_id=-1, do_sample=False),
             continuous_batching_config=ContinuousBatchingConfig(
                 page_size=PAGE_TOKENS,
@@ -84,7 +87,11 @@ class Engine:
                 max_queue_size=0,
             ),
         )
-        manager.output_router = _Outputs(self)
+        manager.output_router = SimpleNamespace(
+            deliver=self._on_output,
+            deliver_batch=self._on_outputs,
+            fail_and_deliver=self._on_failure,
+        )
         with torch.no_grad():
             processor = manager.batch_processor = manager._create_batch_processor()
         inputs, scheduler = processor.inputs_and_outputs, processor.scheduler
@@ -118,9 +125,7 @@ class Engine:
         return len(self._records)
 
     def load(self, slot: int, variant: Any) -> None:
-        """Puts a checked variant (`bundle.LoadedVariant`) into an empty slot; see
-        `VariantBank.load`.
-        """
+        """Puts a checked variant into an empty slot; see `VariantBank.load`."""
         self._bank.load(slot, variant.signs, variant.raw, **ties(variant.manifest))
 
     def check(self, variant: Any) -> None:
@@ -136,8 +141,7 @@ class Engine:
         self._bank.free(slot)
 
     def submit(self, job: Job, slot: int, deliver: Deliver) -> str:
-        """Starts a job in the variant of a slot, which must stay loaded until the job's end; its
-        events go to `deliver`.
+        """Starts a job; its events go to `deliver`, and its slot stays loaded until its end.
 
         Returns:
             The job's id, for `cancel`.
@@ -266,6 +270,14 @@ class Engine:
         self._mark_stopped()
         self._fail_open("the engine stopped")
 
+    def _on_outputs(self, outputs: list[Any]) -> None:
+        for output in outputs:
+            self._on_output(output)
+
+    def _on_failure(self, state: Any, error: Exception) -> None:
+        state.status, state.error = RequestStatus.FAILED, str(error)
+        self._on_output(state.to_generation_output())
+
     def _on_output(self, output: Any) -> None:
         record = self._records.get(output.request_id)
         if record is None:
@@ -281,7 +293,6 @@ class Engine:
     def _send(self, record: Record, generated: list[int]) -> None:
         for token in record.fresh[: len(generated) - record.num_sent]:
             record.num_sent += 1
-            self.num_tokens += 1
             if token.id not in record.job.stop_tokens:
                 record.deliver(token)
         record.fresh.clear()
@@ -295,21 +306,3 @@ class Engine:
     def _fail_open(self, reason: str) -> None:
         for key in list(self._records):
             self._finish(key, End("error", reason))
-
-
-class _Outputs:
-    """Stands where the manager's own output router stood; called on the engine's thread."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def deliver(self, output: Any) -> None:
-        self._engine._on_output(output)
-
-    def deliver_batch(self, outputs: list[Any]) -> None:
-        for output in outputs:
-            self._engine._on_output(output)
-
-    def fail_and_deliver(self, state: Any, error: Exception) -> None:
-        state.status, state.error = RequestStatus.FAILED, str(error)
-        self._engine._on_output(state.to_generation_output())

@@ -39,8 +39,7 @@ class KeyValueGuard:
         """The cache's own update, on keys and values that are finite."""
         # The largest absolute value is NaN or infinite exactly if one of them is.
         keys, values = (states.abs().amax(dim=(0, 1, 3)) for states in (key_states, value_states))
-        # Leaves a query of any other sequence its room: 2^96 in float32 and bfloat16, 2^12 in
-        # float16.
+        # A query of any other sequence keeps its room: 2^96 (float32, bfloat16), 2^12 (float16).
         finite = (keys < torch.finfo(keys.dtype).max ** 0.75) & values.isfinite()
         assert self._broken is not None, "begin was not called"
         # On a GPU reading the flag would wait for the device at every layer.

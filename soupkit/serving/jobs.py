@@ -1,6 +1,4 @@
-"""One sequence on its way: what the server knows of it, the job it is for the engine, what comes
-back.
-"""
+"""One sequence on its way: the job it is for the engine, its answers, its state in the server."""
 
 import asyncio
 import time

@@ -43,10 +43,12 @@ class VariantBank:
     """
 
     def __init__(self, model: nn.Module, *, vocab_size: int, head: nn.Module | None) -> None:
-        """Args:
-        model: in eval mode on its final device; patched by `load`, plain again after `close`.
-        vocab_size: of the base; ids below it are valid.
-        head: the module that may compute only the rows whose next token is wanted.
+        """No variant is in it yet.
+
+        Args:
+            model: in eval mode on its final device; patched by `load`, plain after `close`.
+            vocab_size: of the base; ids below it are valid.
+            head: the module that may compute only the rows whose next token is wanted.
         """
         self.batch: Batch | None = None
         self._model = model
@@ -55,8 +57,7 @@ class VariantBank:
         self._axes = token_axes(model, vocab_size=vocab_size)
         self._patches: dict[str, Patch] = {}
         self._occupied: set[int] = set()
-        # A parameter may have several owners (tied weights): full name -> (module name, local
-        # name).
+        # Owners of a parameter, several if it is tied: id -> (module name, local name).
         self._owners: dict[int, list[tuple[str, str]]] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         for module_name, module in model.named_modules():

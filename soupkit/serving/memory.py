@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 
-# One batch's tokens: long prompts are cut into pieces of this size so that they do not stall
-# others.
+# One batch's tokens: long prompts are cut into pieces of this size, so that none stalls others.
 BATCH_TOKENS = {"cpu": 256, "cuda": 2048}
-# Nothing is gained by a cache beyond this many tokens on a CPU, where attention reads all of it as
-# one.
+# More gains nothing on a CPU, where attention reads the whole cache as one sequence.
 CPU_KV_TOKENS = 8192
 
 

@@ -1,6 +1,4 @@
-"""What Prometheus is told. Labels are model ids of the family only, so their number stays
-bounded.
-"""
+"""What Prometheus is told. Labels are model ids of the family only, so that they stay few."""
 
 from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest

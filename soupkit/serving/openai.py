@@ -78,8 +78,7 @@ class _Request(_Body):
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
     user: str | None = None  # a label of the caller's; it never changed an answer
-    # Fields of OpenAI's that this server has no answer for; only the value that asks for nothing
-    # passes.
+    # OpenAI's fields without an answer here: only the value that asks for nothing passes.
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None

@@ -35,9 +35,7 @@ class Rows:
         return self._slots.numel()
 
     def index(self, order: tuple[int, ...]) -> Tensor:
-        """[rows] int64 on the device: position in `order` of each row's slot, -1 where it is not in
-        it.
-        """
+        """[rows] int64 on the device: where in `order` each row's slot is; -1 = nowhere."""
         found = self._indices.get(order)
         if found is None:
             local = torch.full_like(self._slots, -1)
@@ -63,9 +61,7 @@ class Batch:
     heads: Rows
 
     def rows(self, count: int, *, is_head: bool) -> Rows:
-        """The row vector of a module that was given `count` rows; only the head may see fewer
-        rows.
-        """
+        """The rows of a module that was given `count` of them; only the head may see fewer."""
         if is_head and count == len(self.heads):
             return self.heads
         if count == len(self.tokens):
@@ -82,9 +78,8 @@ class Entry:
 
     sign: SignDelta | None = None  # tensors on the model's device
     raw: dict[str, Tensor] = field(default_factory=dict)  # local parameter name -> whole tensor
-    clone: nn.Module | None = (
-        None  # the module with its raw parameters in place, where rows run through it
-    )
+    # The module with its raw parameters in place, where rows run through it.
+    clone: nn.Module | None = None
 
 
 class HoldsBatch(Protocol):
@@ -183,9 +178,8 @@ class EmbeddingPatch(Patch):
                 continue
             ids = x.index_select(self.axis, members)
             clone = with_parameters(self.module, {"weight": self._weight_rows(ids.flatten(), sign)})
-            clone.padding_idx = (
-                None  # it names a row of the table, and the clone's table is these rows
-            )
+            # It names a row of the whole table; the clone's table is these rows.
+            clone.padding_idx = None
             fresh = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
             out = out.index_copy(self.axis, members, clone(fresh))
         return self._through_clones(x, out, rows, active)

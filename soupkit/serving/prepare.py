@@ -1,6 +1,4 @@
-"""Checked request bodies -> generations that are ready to submit: prompts to tokens, limits,
-settings.
-"""
+"""Checked request bodies -> generations ready to submit: prompts to tokens, limits, settings."""
 
 import asyncio
 from typing import Any

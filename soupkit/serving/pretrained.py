@@ -1,5 +1,6 @@
-"""Model folders opened with transformers: the base, and what turns the tokens of every model into
-text: the base's files, or a variant's own where it has some. No remote code.
+"""Model folders opened with transformers: the base, and what turns every model's tokens into text.
+
+A variant's own tokenizer and generation files take the place of the base's. No remote code.
 """
 
 import asyncio

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Two lengths; the axis whose size follows them is the token axis, whatever the model's own sizes
-# are.
+# The axis whose size follows these lengths is the token axis, whatever the model's own sizes are.
 LENGTHS = (11, 13)
 
 

@@ -1,9 +1,9 @@
-"""Model ids to variants, and who waits for what: a state machine without threads, clock or I/O of
-its own.
+"""Who waits for which variant: a state machine without threads, clock or I/O of its own.
 
-    cold --request--> queued --> loading --> loaded --room--> installing --> resident --evicted-->
-                                   cold \\--------------fault----------------> failed --back-off-->
-                                   cold
+    cold --request--> queued --> loading --> loaded --room--> installing --> resident
+    loading, loaded, installing --fault--> failed --request after the back-off--> queued
+    resident --room for another--> cold
+    resident --another starves--> draining --its last user ends--> cold
 
 Identity is the content digest; a model id is only a name for one. However many requests wait for a
 variant, one load runs (single flight); loads of different variants run side by side up to a bound.
@@ -62,9 +62,7 @@ class Router:
         return self._variants[digest].phase if digest in self._variants else Phase.COLD
 
     def set_family(self, digests: Iterable[str], pinned: Iterable[str] = ()) -> None:
-        """Says which variants exist now; one that no longer does is dropped as soon as nobody uses
-        it.
-        """
+        """Says which variants exist now; others are dropped as soon as nobody uses them."""
         self._known = frozenset(digests)
         pins = frozenset(pinned) & self._known
         self.cache.pin(pins)
@@ -202,9 +200,7 @@ class Router:
             self._driver.run(ticket, slot)
 
     def _drop_idle(self) -> None:
-        """Evicts drained variants and those no longer in the family; forgets what is left of the
-        latter.
-        """
+        """Evicts drained variants and those that left the family, and forgets the latter."""
         for digest in self.cache.digests:
             draining = self.phase(digest) is Phase.DRAINING
             stale = digest not in self._known and self.phase(digest) is Phase.RESIDENT

@@ -4,6 +4,7 @@ signal.
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -163,4 +164,6 @@ def run(
         max_running=max_running,
         max_queue=max_queue,
     )
-    make_server(service, host=host, port=port, keys=keys).run()
+    # uvicorn raises the signal again once it has stopped; a person who stops it needs no trace.
+    with suppress(KeyboardInterrupt):
+        make_server(service, host=host, port=port, keys=keys).run()

@@ -37,9 +37,7 @@ TICK_SECONDS = 0.5
 
 
 class Service:
-    """Serves a family; every method runs on the event loop it was started on. A Driver of the
-    router.
-    """
+    """Serves a family, on the event loop it was started on. A Driver of the router."""
 
     def __init__(
         self,
@@ -292,8 +290,7 @@ class Service:
 
     def _follow_family(self) -> None:
         variants = self.catalog.variants
-        # Digests that left stay known by their last name, for the messages of loads still under
-        # way.
+        # Digests that left keep their last name, for the messages of loads still under way.
         self._refs |= {ref.digest: ref for ref in variants.values()}
         pinned = {variants[name].digest for name in self._pin if name in variants}
         self.router.set_family((ref.digest for ref in variants.values()), pinned)
@@ -315,9 +312,7 @@ class Service:
 
 
 def _reason(error: BaseException) -> str:
-    """What a client is told; faults of ours go to the log with their trace and to clients by type
-    only.
-    """
+    """What a client is told; a fault of ours goes to the log with its trace, here by type only."""
     if isinstance(error, SoupkitError):
         return str(error)
     logger.error("unexpected", exc_info=error)

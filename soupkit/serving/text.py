@@ -33,9 +33,7 @@ class TextStream:
         self._held = ""  # taken, but may be the beginning of a stop string
 
     def push(self, token_id: int) -> str:
-        """Takes one token; returns the text that is certain now. After `stopped`, takes nothing
-        more.
-        """
+        """Takes one token; returns the text that is certain now, nothing once `stopped`."""
         if self.stopped:
             return ""
         self._ids.append(token_id)
