@@ -207,8 +207,8 @@ class ParamStore:
                 f"{name}: {value.dtype} {tuple(value.shape)} does not fit into {parameter.dtype} "
                 f"{tuple(parameter.shape)}"
             )
-        with torch.no_grad():
-            parameter.copy_(value)
+        # No grad mode to put back, so nothing is left behind by an interrupt; autograd still notices.
+        parameter.detach().copy_(value)
 
     def checksum(self) -> str:
         """Hex digest that changes with any bit of any parameter; cheap, no guard against malice."""
