@@ -68,23 +68,24 @@ def find_base(
         return _record(open_checkpoint(_absolute(given)), revision=None)
     tensors = ModelTensors(model)
     loaded_from, revision = _loaded_from(model)
-    if loaded_from:
-        try:
-            checkpoint = open_checkpoint(loaded_from, revision)
-            if equal_weights(checkpoint, tensors):
-                return _record(checkpoint, revision=revision)
-        except CheckpointError:
-            # What the model says of its origin need not be readable here; the weights in memory
-            # are.
-            pass
-    try:
-        kept = open_checkpoint(folder.base_path)
-        if equal_weights(kept, tensors):
-            return BaseRecord(None, None, checkpoint_fingerprint(kept))
-    except CheckpointError:
-        pass
+    checkpoint = _holding(tensors, loaded_from, revision) if loaded_from else None
+    if checkpoint is not None:
+        return _record(checkpoint, revision=revision)
+    kept = _holding(tensors, folder.base_path, None)
+    if kept is not None:
+        return BaseRecord(None, None, checkpoint_fingerprint(kept))
     saved = _save_model(model, tensors, folder.pending_base_path, save_companions)
     return BaseRecord(None, None, checkpoint_fingerprint(saved))
+
+
+def _holding(tensors: TensorSource, path: str | Path, revision: str | None) -> Checkpoint | None:
+    """The checkpoint at `path` if it can be read here and holds exactly `tensors`; else None."""
+    try:
+        checkpoint = open_checkpoint(path, revision)
+        return checkpoint if equal_weights(checkpoint, tensors) else None
+    except CheckpointError:
+        # What a model says of its origin need not be readable; the weights in memory are.
+        return None
 
 
 def _absolute(path: str | Path) -> str:

@@ -207,7 +207,7 @@ class ParamStore:
                 f"{name}: {value.dtype} {tuple(value.shape)} does not fit into {parameter.dtype} "
                 f"{tuple(parameter.shape)}"
             )
-        # No grad mode to put back, so nothing is left behind by an interrupt; autograd still notices.
+        # No grad mode to put back, so an interrupt leaves none behind; autograd notices the write.
         parameter.detach().copy_(value)
 
     def checksum(self) -> str:

@@ -92,16 +92,11 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
                 yet.
         """
         trainer = self._attached or find_trainer(self)
-        _refuse_trainer(trainer)
+        _refuse_trainer(trainer, self.config)
         self.reports = []
         self._is_preempted = False
         self._companions = _companions_of(kwargs.get("processing_class"))
         step, output_dir = int(state.global_step), Path(args.output_dir)
-        if self.config.gate == "metric" and self.config.greater_is_better:
-            raise ValueError(
-                'greater_is_better=True with gate="metric": SoupCallback scores a loss, where less '
-                'is better; set it to False, or use SoupConfig(gate="none")'
-            )
         preparation = Preparation(
             trainer.model,
             self.config,
@@ -207,7 +202,7 @@ def checkpoint_steps(output_dir: Path) -> list[int]:
     return [int(match[1]) for match in found if match]
 
 
-def _refuse_trainer(trainer: Trainer) -> None:
+def _refuse_trainer(trainer: Trainer, config: SoupConfig) -> None:
     others = [c for c in trainer.callback_handler.callbacks if isinstance(c, SoupCallback)]
     if len(others) > 1:
         raise TrainingError(
@@ -224,6 +219,11 @@ def _refuse_trainer(trainer: Trainer) -> None:
                 f"this run uses {strategy}, whose sharded weights are not merged yet: train in "
                 "one process or under DDP, or without SoupCallback"
             )
+    if config.gate == "metric" and config.greater_is_better:
+        raise ValueError(
+            'greater_is_better=True with gate="metric": SoupCallback scores a loss, where less '
+            'is better; set it to False, or use SoupConfig(gate="none")'
+        )
 
 
 def _companions_of(processing_class: Any) -> Callable[[Path], None]:
