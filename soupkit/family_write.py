@@ -118,6 +118,28 @@ def add_variant(path: Path, name: str, staged: Path, *, digest: str) -> tuple[Va
     return ref, old is not None
 
 
+def remove_variant(path: Path, name: str) -> None:
+    """Take the variant `name` out of family.json, then delete its folder.
+
+    Raises:
+        BundleError: no family, or no variant of that name; nothing was changed.
+        OSError: family.json cannot be written; nothing was changed.
+    """
+    open_family(path).folder(name)
+    with locked(path / LOCK_NAME):
+        family = open_family(path)
+        folder = family.folder(name)
+        if folder.is_dir():
+            (folder / UNLISTED_NAME).touch()
+        rest = {key: ref for key, ref in family.variants.items() if key != name}
+        try:
+            atomic_write_json(path / FAMILY_NAME, Family(path, family.base, rest).to_json())
+        finally:
+            # Removes the folder, or only its mark if family.json still lists it.
+            with contextlib.suppress(OSError):
+                _clean(path)
+
+
 def _free_name(path: Path, name: str, digest: str) -> str:
     """A folder name for the variant that nothing has yet: `name`, `name@<digest>`,
     `name@<digest>-2` ...

@@ -1,5 +1,6 @@
 """Promises of the command line: exit codes, one JSON document, one line, nothing half-written."""
 
+import errno
 import json
 import os
 import re
@@ -16,12 +17,12 @@ from typer.testing import CliRunner
 
 from soupkit.checkpoint import open_checkpoint
 from soupkit.cli import app
-from soupkit.console import parse_bytes, parse_weights, size_of
+from soupkit.cli.console import parse_bytes, parse_weights, size_of
 from soupkit.export import export_variant
 from soupkit.version import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = ["merge", "export", "restore", "inspect", "verify", "lora", "serve"]
+COMMANDS = ["merge", "export", "restore", "inspect", "verify", "lora", "remove", "serve", "bench"]
 
 
 def run(*arguments):
@@ -352,7 +353,7 @@ def test_names_that_the_terminal_cannot_show_are_escaped(family, tmp_path):
     }
     other = family.rename(tmp_path / "f\xfcnf")
     done = subprocess.run(
-        [sys.executable, "-m", "soupkit.cli", "verify", str(other)],
+        [sys.executable, "-m", "soupkit", "verify", str(other)],
         capture_output=True, text=True, env=environment, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
@@ -361,7 +362,7 @@ def test_names_that_the_terminal_cannot_show_are_escaped(family, tmp_path):
 
 def test_real_process_prints_json_and_faults_on_stdout_only(family):
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
-    command = [sys.executable, "-m", "soupkit.cli", "verify", str(family), "--json"]
+    command = [sys.executable, "-m", "soupkit", "verify", str(family), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout) == {"ok": True, "faults": []}
@@ -405,3 +406,53 @@ def test_sizes_in_tables_are_short():
     sizes = [0, 999, 1000, 17_752_752, 8_750_000_000, 2 * 10**12]
     told = ["0 B", "999 B", "1.0 kB", "17.8 MB", "8.8 GB", "2000.0 GB"]
     assert [size_of(one) for one in sizes] == told
+
+
+def test_remove_takes_one_variant_out_and_leaves_the_rest(family, base_folder, finetuned_folder):
+    assert run("export", base_folder, finetuned_folder, "--family", family, "--name", "other")
+    result = run("remove", family, "finetuned")
+    assert (result.exit_code, result.stdout) == (0, f"{family}: finetuned is removed\n")
+    assert [one.name for one in (family / "variants").iterdir()] == ["other"]
+    assert list(json.loads((family / "family.json").read_text())["variants"]) == ["other"]
+    assert run("verify", family).exit_code == 0
+
+
+def test_a_variant_whose_folder_is_gone_can_be_removed(family):
+    shutil.rmtree(family / "variants" / "finetuned")
+    assert run("verify", family).exit_code == 1
+    assert run("remove", family, "finetuned").exit_code == 0
+    assert run("verify", family).exit_code == 0
+
+
+def test_remove_of_an_unknown_variant_changes_nothing(family):
+    before = (family / "family.json").read_bytes()
+    assert "it has: finetuned" in complaint("remove", family, "coder")
+    assert (family / "family.json").read_bytes() == before
+    assert run("verify", family).exit_code == 0
+
+
+def test_a_removal_that_cannot_be_written_keeps_the_variant(family, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("soupkit.family_write.atomic_write_json", full)
+        assert "No space left" in complaint("remove", family, "finetuned")
+    assert run("verify", family).exit_code == 0
+
+
+def test_bench_prints_one_document_or_a_table(monkeypatch):
+    from soupkit.bench import kernel
+    from soupkit.bench.rows import Row
+
+    row = Row("9x17", 2.0, "ms", "F.linear", 2.0, 1.0, 3.0, 1.5)
+    monkeypatch.setattr(kernel, "run", lambda *, quick: [row])
+    found = document("bench", "kernel", "--quick")
+    assert found["bench"] == "kernel"
+    assert found["rows"][0]["ok"] is False
+    assert "9x17" in run("bench", "kernel").stdout
+
+
+def test_bench_serve_and_no_other_takes_a_family(family):
+    assert "give a family" in complaint("bench", "serve")
+    assert "to no other benchmark" in complaint("bench", "kernel", family)

@@ -1,0 +1,160 @@
+"""Commands on a family on disk: export, restore, inspect, verify, remove."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from soupkit.cli.app import BaseOption, FamilyPath, Json, Out, command, parse_path, torch_dtype
+from soupkit.cli.console import (
+    Dtype,
+    Scale,
+    export_document,
+    print_inspection,
+    print_json,
+    say,
+    show_progress,
+)
+from soupkit.config import check_variant_name
+
+
+@command
+def export(
+    base: Annotated[str, typer.Argument(help="The base: folder or hub id.")],
+    finetuned: Annotated[list[str], typer.Argument(help="Fine-tunes of it.")],
+    family: Annotated[
+        Path,
+        typer.Option(help="Folder of the family; made if absent.", parser=parse_path),
+    ],
+    name: Annotated[
+        list[str] | None, typer.Option(help="Name of each variant [default: its folder's].")
+    ] = None,
+    scale: Annotated[
+        Scale, typer.Option(help="A scale for each row, or one a matrix.")
+    ] = Scale.row,
+    planes: Annotated[int, typer.Option(help="Sign planes, 1 to 4.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Add fine-tunes to a family as one-bit variants of its base.
+
+    Example: soupkit export base coder-ft --family family --name coder
+    """
+    from soupkit.checkpoint import open_checkpoint
+    from soupkit.export import export_variant
+
+    opened = [open_checkpoint(one) for one in finetuned]
+    names = name or [one.path.name for one in opened]
+    if len(names) != len(opened) or len(set(names)) != len(names):
+        raise ValueError(f"{len(opened)} fine-tunes need as many different names; got {names}")
+    for one in names:
+        check_variant_name(one)
+    root = open_checkpoint(base)
+    reports = []
+    for checkpoint, one in zip(opened, names, strict=True):
+        with show_progress(f"exporting {one}") as progress:
+            report = export_variant(
+                root,
+                checkpoint,
+                family=family,
+                name=one,
+                scale=scale.value,
+                planes=planes,
+                companions=checkpoint.path,
+                progress=progress,
+            )
+        reports.append(report)
+        if not as_json:
+            share = report.model_bf16_bytes / max(1, report.bytes["weights"])
+            told = (
+                f"{one}: {report.bytes['weights']:,} bytes, 1/{share:.1f} of the model in bfloat16"
+            )
+            say(told + ("; it replaced the variant of that name" if report.replaced else ""))
+    if as_json:
+        print_json([export_document(report) for report in reports])
+
+
+@command
+def restore(
+    family: FamilyPath,
+    name: Annotated[str, typer.Argument(help="The variant.")],
+    out: Out,
+    base: BaseOption = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of the dense weights.")] = Dtype.float32,
+    as_json: Json = False,
+) -> None:
+    """Write base + variant as a dense model folder.
+
+    Example: soupkit restore family coder --out coder-dense --dtype bfloat16
+    """
+    from soupkit.restore import restore as run
+
+    with show_progress(f"restoring {name}") as progress:
+        report = run(
+            family, name, out=out, base=base, dtype=torch_dtype(dtype.value), progress=progress
+        )
+    document = {"path": str(out), "dtype": dtype.value, "rounding_loss": report.rounding_loss}
+    if as_json:
+        print_json(document)
+        return
+    say(
+        f"{out}: {name} in {dtype.value}; rounding moves the weights by {report.rounding_loss:.2%} "
+        "of the delta's norm"
+    )
+
+
+@command
+def inspect(
+    path: Annotated[
+        Path,
+        typer.Argument(help="A family, a variant's folder, or a checkpoint.", parser=parse_path),
+    ],
+    as_json: Json = False,
+) -> None:
+    """Show variants, bytes, the error of every tensor, and history.
+
+    Example: soupkit inspect family
+    """
+    from soupkit.describe import describe
+
+    document = describe(path)
+    if as_json:
+        print_json(document)
+    else:
+        print_inspection(document)
+
+
+@command
+def verify(
+    family: FamilyPath,
+    base: BaseOption = None,
+    as_json: Json = False,
+) -> None:
+    """Check digests, the base's fingerprint, shapes and finiteness; exit 1 with the list of faults.
+
+    Example: soupkit verify family
+    """
+    from soupkit.verify import verify_family
+
+    with show_progress("verifying") as progress:
+        faults = verify_family(family, base=base, progress=progress)
+    if as_json:
+        print_json({"ok": not faults, "faults": faults})
+    else:
+        say("\n".join(faults) if faults else f"{family}: all is well")
+    if faults:
+        raise typer.Exit(1)
+
+
+@command
+def remove(
+    family: FamilyPath,
+    name: Annotated[str, typer.Argument(help="The variant.")],
+) -> None:
+    """Take a variant out of a family and delete its files.
+
+    Example: soupkit remove family coder
+    """
+    from soupkit.family_write import remove_variant
+
+    remove_variant(family, name)
+    say(f"{family}: {name} is removed")

@@ -1,0 +1,101 @@
+"""Commands from model folders to model folders: merge, lora."""
+
+from typing import Annotated
+
+import typer
+
+from soupkit.cli.app import Json, Out, command, torch_dtype
+from soupkit.cli.console import (
+    Dtype,
+    Method,
+    adapter_document,
+    parse_weights,
+    print_json,
+    say,
+    show_progress,
+)
+from soupkit.config import DEFAULT_RANK
+
+
+@command
+def merge(
+    base: Annotated[str, typer.Argument(help="The common base: folder or hub id.")],
+    checkpoints: Annotated[list[str], typer.Argument(help="Fine-tunes of it.")],
+    out: Out,
+    method: Annotated[Method, typer.Option(help="How deltas are merged.")] = Method.svd_mean,
+    rank: Annotated[
+        int | None, typer.Option(help=f"Rank kept by svd_mean [default: {DEFAULT_RANK}].")
+    ] = None,
+    energy: Annotated[
+        float | None, typer.Option(help="Share of the energy to keep, instead of a rank.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="One number a checkpoint, as in 0.7,0.3 [default: equal].")
+    ] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Of the result [default: the base's].")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the randomised decompositions.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Merge fine-tunes of one base into a new model folder.
+
+    Example: soupkit merge base ft-1 ft-2 --out merged --method svd_mean --rank 64
+    """
+    from soupkit.checkpoint import open_checkpoint
+    from soupkit.merge import MergeRule
+    from soupkit.offline import merge_checkpoints
+
+    if method is Method.svd_mean and rank is None and energy is None:
+        rank = DEFAULT_RANK
+    rule = MergeRule(method.value, rank, energy, parse_weights(weights), seed)
+    opened = [open_checkpoint(one) for one in checkpoints]
+    with show_progress("merging") as progress:
+        report = merge_checkpoints(
+            open_checkpoint(base),
+            opened,
+            out=out,
+            rule=rule,
+            dtype=torch_dtype(dtype.value if dtype else None),
+            progress=progress,
+        )
+    if as_json:
+        print_json({"path": str(report.path), **report.to_json()})
+        return
+    count = "1 checkpoint" if len(opened) == 1 else f"{len(opened)} checkpoints"
+    say(f"{out}: {method.value} of {count} in {report.seconds:.1f} s")
+
+
+@command
+def lora(
+    base: Annotated[str, typer.Argument(help="The base: folder or hub id.")],
+    finetuned: Annotated[str, typer.Argument(help="A fine-tune of it.")],
+    out: Out,
+    rank: Annotated[
+        int | None, typer.Option(help=f"Largest rank [default: {DEFAULT_RANK}, more if exact].")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a fine-tune as a PEFT LoRA adapter of its base.
+
+    Example: soupkit lora base coder-ft --out coder-lora --rank 64
+    """
+    from soupkit.adapters import export_adapter
+    from soupkit.checkpoint import open_checkpoint
+
+    with show_progress("factoring") as progress:
+        report = export_adapter(
+            open_checkpoint(base), open_checkpoint(finetuned), out=out, rank=rank, progress=progress
+        )
+    if as_json:
+        print_json(adapter_document(report))
+        return
+    kind = (
+        "exact"
+        if report.is_exact
+        else f"loses {report.lost_energy:.3%} of the linear layers' energy"
+    )
+    say(f"{out}: {len(report.ranks)} modules, rank up to {max(report.ranks.values())}, {kind}")
+    if report.left_out:
+        say(f"cannot travel ({report.left_out_energy:.3%} of the whole delta's energy):")
+        say("\n".join(f"  {name}" for name in report.left_out))

@@ -1,0 +1,86 @@
+"""Commands that run something: serve, bench."""
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from soupkit.cli.app import BaseOption, FamilyPath, Json, command
+from soupkit.cli.console import Dtype, leave_signals, parse_bytes, print_json
+
+
+class Bench(str, Enum):
+    """Benchmarks."""
+
+    kernel = "kernel"
+    merge = "merge"
+    export = "export"
+    serve = "serve"
+
+
+@command
+def serve(
+    family: FamilyPath,
+    base: BaseOption = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8000,
+    device: Annotated[str | None, typer.Option(help="As in cpu, cuda, cuda:1.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="To compute in.")] = None,
+    cache_bytes: Annotated[
+        str | None, typer.Option(help="What resident variants may hold, as in 20GB.")
+    ] = None,
+    pin: Annotated[list[str] | None, typer.Option(help="Variant that is never evicted.")] = None,
+    max_running: Annotated[int | None, typer.Option(help="Requests generated at a time.")] = None,
+    max_queue: Annotated[int | None, typer.Option(help="Requests waiting before 429.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File with the key to ask for.")] = None,
+) -> None:
+    """Serve the base and all variants of a family over HTTP, in OpenAI's shapes.
+
+    Example: soupkit serve family --port 8000 --cache-bytes 2GB
+    """
+    from soupkit.serving import server
+
+    leave_signals()
+    limits = {} if max_queue is None else {"max_queue": max_queue}
+    server.run(
+        family,
+        base=base,
+        host=host,
+        port=port,
+        device=device,
+        dtype=dtype.value if dtype else None,
+        cache_bytes=parse_bytes(cache_bytes),
+        pin=pin or (),
+        max_running=max_running,
+        api_key_file=api_key_file,
+        **limits,
+    )
+
+
+@command
+def bench(
+    what: Annotated[Bench, typer.Argument(help="What to measure.")],
+    family: Annotated[
+        Path | None, typer.Argument(help="The family to serve, for `bench serve`.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and repetitions.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure a hot path against a baseline of the same run.
+
+    Example: soupkit bench kernel --quick
+    """
+    import importlib
+
+    from soupkit.bench.rows import document, show
+
+    if (family is None) == (what is Bench.serve):
+        raise ValueError("give a family to `bench serve`, and to no other benchmark")
+    module = importlib.import_module(f"soupkit.bench.{what.value}")
+    given = {} if family is None else {"family": family}
+    rows = module.run(quick=quick, **given)
+    if as_json:
+        print_json(document(what.value, rows))
+    else:
+        show(what.value, rows)
