@@ -96,6 +96,7 @@ class Checkpoint:
         self.source = source
         self.revision = revision
         self._tensors = tensors
+        self.stamps = {found.file.stamp for found in tensors.values()}
         self.names: tuple[str, ...] = tuple(sorted(tensors))
 
     def spec(self, name: str) -> TensorSpec:
@@ -184,7 +185,7 @@ def open_checkpoint(path_or_hub_id: str | Path, revision: str | None = None) -> 
 
 def checkpoint_fingerprint(checkpoint: Checkpoint) -> str:
     """The fingerprint of a checkpoint, cached by its files' path, size and times."""
-    return cached_fingerprint(checkpoint, checkpoint.weight_files)
+    return cached_fingerprint(checkpoint, checkpoint.stamps)
 
 
 def _download(hub_id: str, revision: str | None) -> Path:

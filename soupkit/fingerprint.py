@@ -96,14 +96,15 @@ def cache_folder() -> Path:
     return Path(root) / "soupkit" / "fingerprints"
 
 
-def cached_fingerprint(source: TensorSource, files: Iterable[Path]) -> str:
-    """`fingerprint(source)`, remembered by path, size and times of the `files` that hold it and by
-    its names.
+def cached_fingerprint(source: TensorSource, stamps: Iterable[tuple[str, int, int, int]]) -> str:
+    """`fingerprint(source)`, remembered by its names and the stamps of the files that hold it.
+
+    Args:
+        stamps: (path, size, mtime_ns, ctime_ns) of each file, taken before it was opened.
 
     A cache that is damaged or cannot be written is passed over: it only saves time.
     """
-    stats = [(str(path), path.stat()) for path in map(Path.resolve, sorted(files))]
-    key = [[path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for path, stat in stats]
+    key = sorted(stamps)
     asked = canonical_json({"files": key, "names": list(source.names)})
     path = cache_folder() / f"{hashlib.sha256(asked.encode()).hexdigest()}.json"
     with contextlib.suppress(OSError, ValueError):

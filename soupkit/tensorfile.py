@@ -141,6 +141,12 @@ def read_header(path: Path) -> dict[str, Slot]:
     return slots
 
 
+def stamp_of(path: Path) -> tuple[str, int, int, int]:
+    """What tells one content of a file from another: resolved path, size, mtime_ns, ctime_ns."""
+    stat = path.stat()
+    return str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
 class MappedFile:
     """Lazy tensors of a trusted safetensors file, backed by the file's pages.
 
@@ -149,6 +155,9 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         """Open and check `path`. Raises OSError or ValueError as read_header does."""
+        # Taken first: if the file is replaced meanwhile, the stamp fits no content and is not found
+        # again.
+        self.stamp = stamp_of(path)
         self.slots = read_header(path)
         try:
             self._handle = safe_open(str(path), framework="pt")

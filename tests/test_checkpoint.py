@@ -170,6 +170,21 @@ def test_fingerprint_cache_follows_the_files_and_survives_damage(
     assert checkpoint_fingerprint(open_checkpoint(folder)) != first
 
 
+def test_a_file_replaced_after_it_was_opened_gets_a_fingerprint_of_its_own(
+    base_folder, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tensors = load_file(base_folder / "model.safetensors")
+    folder = copy_weights(base_folder, tmp_path / "m", tensors)
+    opened = open_checkpoint(folder)
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, tmp_path / "new.safetensors", metadata={"format": "pt"})
+    (tmp_path / "new.safetensors").replace(folder / "model.safetensors")
+    checkpoint_fingerprint(opened)
+    replaced = open_checkpoint(folder)
+    assert checkpoint_fingerprint(replaced) == fingerprint(replaced)
+
+
 def test_unwritable_cache_is_passed_over(base_folder, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

@@ -4,7 +4,9 @@ stop.
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -33,6 +35,9 @@ from serving_kit import (
     wait_for,
 )
 
+from soupkit.errors import ServingError
+from soupkit.serving import server as server_module
+from soupkit.serving.jobs import Generation
 from soupkit.serving.sampling import Token
 
 
@@ -271,13 +276,18 @@ def test_a_prompt_as_long_as_the_context_can_be_scored(client: openai.OpenAI) ->
 def test_nothing_is_scored_for_a_client_that_is_gone(root: Path) -> None:
     with serving(root) as (server, url):
         service, gate, scored = server._service, threading.Event(), []
+        cancel, cancelled = service.cancel, threading.Event()
+
+        def noticed(generation: Generation) -> None:
+            cancel(generation)
+            cancelled.set()
 
         def score(tokens: tuple[int, ...], slot: int, *, num_top: int) -> list[Token]:
             scored.append(tokens)
             assert gate.wait(WAIT)
             return [Token(token) for token in tokens]
 
-        service.engine.score = score
+        service.engine.score, service.cancel = score, noticed
         body = {"model": "base", "max_tokens": 0, "echo": True, "logprobs": 0}
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(
@@ -286,6 +296,7 @@ def test_nothing_is_scored_for_a_client_that_is_gone(root: Path) -> None:
             wait_for(lambda: scored, "the first is scored")
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(f"{url}/v1/completions", json=body | {"prompt": [6]}, timeout=0.2)
+            assert cancelled.wait(WAIT), "the server notices that the second client is gone"
             gate.set()
             assert first.result().status_code == 200
         wait_for(lambda: service.router.num_running == 0, "both are over")
@@ -367,3 +378,39 @@ def test_a_process_says_when_it_is_ready_and_drains_on_sigterm(root: Path) -> No
         process.kill()
         process.wait()
         process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"max_running": 0}, "max_running=0: must be at least 1"),
+        ({"max_queue": 0}, "max_queue=0: must be at least 1"),
+        ({"device": "gpu0"}, "device='gpu0' is no device"),
+        ({"device": "cuda:99"}, "device='cuda:99': torch sees"),
+        ({"dtype": "int8"}, "dtype='int8'"),
+    ],
+)
+def test_a_wrong_option_is_said_before_the_base_is_loaded(
+    root: Path, monkeypatch: pytest.MonkeyPatch, option: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(server_module, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        server_module.run(root / "family", port=0, **option)
+
+
+def test_a_port_in_use_is_said_before_the_base_is_loaded(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ServingError, match=f"cannot listen on 127.0.0.1 port {port}"):
+            server_module.run(root / "family", port=port)
+    with pytest.raises(ServingError, match=r"cannot listen on no\.such\.host"):
+        server_module.run(root / "family", host="no.such.host.invalid")
+
+
+def test_a_key_file_that_is_no_text_is_named(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"keys' is no ASCII text"):
+        server_module.run(root / "family", api_key_file=tmp_path / "keys")

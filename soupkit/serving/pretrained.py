@@ -54,7 +54,7 @@ class TextSetup:
     config: dict[str, Any]
 
 
-def load_model(path: Path, *, device: str, dtype: torch.dtype) -> Any:
+def load_model(path: Path, *, device: torch.device | str, dtype: torch.dtype) -> Any:
     """The base as a causal LM in eval mode, attention by torch's sdpa; no remote code."""
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False

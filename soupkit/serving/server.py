@@ -2,6 +2,7 @@
 signal.
 """
 
+import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -79,17 +80,20 @@ def build_service(
     max_queue: int = DEFAULT_MAX_QUEUE,
 ) -> Service:
     """Opens the family, loads its base and makes a service that is not started yet; see `run`."""
+    for name, value in (("max_running", max_running), ("max_queue", max_queue)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value}: must be at least 1")
+    target = _device(device)
     catalog = Catalog(Path(family))
     unknown = [name for name in pin if name not in catalog.variants]
     if unknown:
         known = ", ".join(catalog.variants) or "none"
         raise ServingError(f"--pin {unknown[0]}: the family has no such variant, only {known}")
     checkpoint = open_base(catalog.family, base)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     # On CPUs float32 is exact and rarely slower; on GPUs what the base was stored in.
-    default = torch.float32 if torch.device(device).type == "cpu" else checkpoint.main_dtype
-    model = load_model(checkpoint.path, device=device, dtype=_dtype(dtype, default))
-    running = max_running or DEFAULT_MAX_RUNNING.get(model.device.type, DEFAULT_MAX_RUNNING["cpu"])
+    default = torch.float32 if target.type == "cpu" else checkpoint.main_dtype
+    model = load_model(checkpoint.path, device=target, dtype=_dtype(dtype, default))
+    running = max_running or DEFAULT_MAX_RUNNING.get(target.type, DEFAULT_MAX_RUNNING["cpu"])
     if cache_bytes is None:
         cache_bytes = default_cache_bytes(model.device, catalog.total_bytes())
     plan = plan_kv(model, max_running=running, cache_bytes=cache_bytes)
@@ -101,6 +105,18 @@ def build_service(
         limits=Limits(max_running=running, max_queue=max_queue),
         pin=tuple(pin),
     )
+
+
+def _device(name: str | None) -> torch.device:
+    """The device of that name, by default the first GPU if there is one; ValueError if absent."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"device={name!r} is no device: use cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ValueError(f"device={name!r}: torch sees {count} GPUs here; use another, or cpu")
+    return device
 
 
 def _dtype(dtype: torch.dtype | str | None, default: torch.dtype) -> torch.dtype:
@@ -115,6 +131,32 @@ def _dtype(dtype: torch.dtype | str | None, default: torch.dtype) -> torch.dtype
         raise ValueError(f"dtype={dtype!r}: use float32, bfloat16 or float16")
     assert isinstance(found, torch.dtype)
     return found
+
+
+def _read_keys(path: Path) -> list[str]:
+    """The keys of a file, one a line."""
+    try:
+        keys = path.read_text("ascii").split()
+    except UnicodeDecodeError:
+        raise ValueError(f"api_key_file={str(path)!r} is no ASCII text; write keys only") from None
+    if not keys:
+        raise ValueError(f"api_key_file={str(path)!r} holds no key; write one a line")
+    return keys
+
+
+def _check_address(host: str, port: int) -> None:
+    """Raises ServingError if nothing can listen there: said before the base is loaded."""
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+    except OSError as error:
+        raise ServingError(
+            f"cannot listen on {host} port {port}: {error.strerror}; choose --host and --port"
+        ) from None
 
 
 def run(
@@ -151,9 +193,8 @@ def run(
         SoupkitError: the family, the base or a pinned name cannot be served.
         ValueError: an argument.
     """
-    keys = [] if api_key_file is None else Path(api_key_file).read_text().split()
-    if api_key_file is not None and not keys:
-        raise ValueError(f"api_key_file={str(api_key_file)!r} holds no key; write one a line")
+    keys = [] if api_key_file is None else _read_keys(Path(api_key_file))
+    _check_address(host, port)
     service = build_service(
         family,
         base=base,
