@@ -68,6 +68,13 @@ class ExportReport:
     model_bf16_bytes: int
     entries: tuple[TensorEntry, ...]
 
+    def line(self) -> str:
+        """The report in one line, for a person."""
+        weights = self.bytes["weights"]
+        share = self.model_bf16_bytes / max(1, weights)
+        told = f"{self.name}: {weights:,} bytes, 1/{share:.1f} of the model in bfloat16"
+        return told + ("; it replaced the variant of that name" if self.replaced else "")
+
 
 def export_variant(
     base: Checkpoint,

@@ -64,11 +64,7 @@ def export(
             )
         reports.append(report)
         if not as_json:
-            share = report.model_bf16_bytes / max(1, report.bytes["weights"])
-            told = (
-                f"{one}: {report.bytes['weights']:,} bytes, 1/{share:.1f} of the model in bfloat16"
-            )
-            say(told + ("; it replaced the variant of that name" if report.replaced else ""))
+            say(report.line())
     if as_json:
         print_json([export_document(report) for report in reports])
 

@@ -116,10 +116,7 @@ def export_run(
                 history=run.state.history,
                 metrics={"step": step, **_score_of(run)},
             )
-        say(
-            f"exported {export.name} to {export.family}: {report.bytes['total'] / 1e6:.3g} MB; "
-            f"the model in bfloat16 takes {report.model_bf16_bytes / 1e6:.3g} MB"
-        )
+        say(f"exported to {export.family}: {report.line()}")
         return report
 
     return ranks.on_zero(write)
