@@ -9,6 +9,7 @@ from soupkit.errors import SoupkitError
 from .answers import Answer, Choice
 from .jobs import Generation, Job
 from .openai import MAX_CHOICES, ApiError, ChatRequest, CompletionRequest
+from .pretrained import TextSetup
 from .service import Service
 from .states import BASE_DIGEST
 
@@ -37,15 +38,13 @@ async def completion_answer(service: Service, body: CompletionRequest) -> Answer
         if body.echo:
             echo = prompt if isinstance(prompt, str) else text.tokenizer.decode(prompt)
         for number in range(body.num_choices):
-            generation = Generation(
-                digest=BASE_DIGEST if ref is None else ref.digest,
-                model=body.model,
-                job=Job(
-                    tuple(tokens),
-                    limit,
-                    frozenset() if body.ignore_eos else text.stop_tokens,
-                    body.sampling(number),
-                ),
+            generation = _generation(
+                body,
+                ref,
+                text,
+                tokens,
+                limit,
+                number=number,
                 score_prompt=bool(body.echo) and body.logprobs is not None,
             )
             choices.append(
@@ -92,22 +91,32 @@ async def chat_answer(service: Service, body: ChatRequest) -> Answer:
     )
     choices = []
     for number in range(body.num_choices):
-        generation = Generation(
-            digest=BASE_DIGEST if ref is None else ref.digest,
-            model=body.model,
-            job=Job(
-                tuple(tokens),
-                limit,
-                frozenset() if body.ignore_eos else text.stop_tokens,
-                body.sampling(number),
-            ),
-            score_prompt=False,
-        )
+        generation = _generation(body, ref, text, tokens, limit, number=number)
         choices.append(Choice(number, generation, text.tokenizer, body.stops, bool(body.logprobs)))
     return Answer("chat.completion", body.model, choices, len(tokens))
 
 
-async def _model(service: Service, name: str) -> tuple[VariantRef | None, Any]:
+def _generation(
+    body: CompletionRequest | ChatRequest,
+    ref: VariantRef | None,
+    text: TextSetup,
+    tokens: list[int],
+    limit: int,
+    *,
+    number: int,
+    score_prompt: bool = False,
+) -> Generation:
+    """The generation of choice `number`: at most `limit` tokens after `tokens`."""
+    stop_tokens = frozenset() if body.ignore_eos else text.stop_tokens
+    return Generation(
+        digest=BASE_DIGEST if ref is None else ref.digest,
+        model=body.model,
+        job=Job(tuple(tokens), limit, stop_tokens, body.sampling(number)),
+        score_prompt=score_prompt,
+    )
+
+
+async def _model(service: Service, name: str) -> tuple[VariantRef | None, TextSetup]:
     try:
         ref = service.resolve(name)
     except KeyError:
