@@ -2,10 +2,12 @@
 
     python recipes/smollm2/finetune.py --base smollm2/base --train a.csv --out smollm2 --name mwp
 
-The learning rate is constant while merges go on, then decays: an average helps a run that bounces
-around at a constant rate, and holds back one whose rate is already falling. The gate refuses every
-merge that is not better on held-out batches. Embedding and tied head stay frozen, so that a variant
-is one bit a weight for the linears, their scales, and the norms.
+By default the merges make a side soup that training does not see: at the end the best of it and
+the run, by loss on held-out batches, is exported. With --feed-back the run goes on from each merge
+that scores better, until the learning rate decays. In a run as short as this one that costs more
+progress than it saves noise (README.md has the figures), although every single merge scores better
+than the weights before it. Embedding and tied head stay frozen, so that a variant is one bit a
+weight for the linears, their scales, and the norms.
 """
 
 import argparse
@@ -34,6 +36,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=10)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--merge-every", type=int, default=20)
+    parser.add_argument("--feed-back", action="store_true", help="train on from merged weights")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
@@ -67,7 +70,11 @@ def main() -> None:
         seed=options.seed,
     )
     soup = SoupCallback(
-        SoupConfig(merge_every_n_steps=options.merge_every, stop_after_step=stable),
+        SoupConfig(
+            merge_every_n_steps=options.merge_every,
+            feed_back=options.feed_back,
+            stop_after_step=stable if options.feed_back else None,
+        ),
         export=ExportConfig(family=options.out / "family", name=options.name),
     )
     trainer = Trainer(

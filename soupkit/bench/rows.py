@@ -122,7 +122,8 @@ def show(bench: str, rows: Sequence[Row]) -> None:
     title = f"soupkit bench {bench} on {facts['cpu']}, torch {facts['torch']}"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("what", "median", "baseline", "ratio", "range", "goal"):
-        table.add_column(column, justify="left" if column in ("what", "baseline") else "right")
+        left = column in ("what", "baseline")
+        table.add_column(column, justify="left" if left else "right", no_wrap=column == "what")
     for row in rows:
         sign = "<=" if row.better == "lower" else ">="
         goal = "" if row.goal is None else f"{sign} {row.goal:g} {'met' if row.ok else 'missed'}"
