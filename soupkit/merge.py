@@ -62,9 +62,13 @@ class MergeRule:
         check_count("seed", self.seed, least=0)
         if self.weights is None:
             return
-        total = math.fsum(self.weights)
-        if not self.weights or not math.isfinite(total) or total <= 0:
-            raise ValueError(f"weights={self.weights!r}: need finite numbers with a positive sum")
+        complaint = f"weights={self.weights!r}: need finite numbers with a positive sum"
+        try:
+            total = math.fsum(self.weights)
+        except (OverflowError, ValueError):  # beyond the largest float; infinities of both signs
+            raise ValueError(complaint) from None
+        if not total > 0 or not all(math.isfinite(weight / total) for weight in self.weights):
+            raise ValueError(complaint)
         object.__setattr__(self, "weights", tuple(weight / total for weight in self.weights))
 
     def weights_for(self, count: int) -> tuple[float, ...]:

@@ -109,6 +109,8 @@ def _krylov(
     """
     basis = torch.linalg.qr(tall.T @ (tall @ start)).Q
     dropped: list[float] = []
+    # The basis has no more columns than the short side.
+    passes = min(passes, tall.shape[1] // start.shape[1])
     for done in range(1, passes + 1):
         image = tall @ basis
         vectors, energy = _ritz(tall, basis, image, rank)
@@ -116,10 +118,9 @@ def _krylov(
         if _settled(dropped, total):
             return vectors, done
         fresh = tall.T @ image[:, -start.shape[1] :]
-        # Projected twice: once leaves what float32 cancelled.
-        for _ in range(2):
-            fresh = torch.linalg.qr(fresh - basis @ (basis.T @ fresh)).Q
-        basis = torch.cat([basis, fresh], dim=1)
+        fresh -= basis @ (basis.T @ fresh)
+        # All of it, so that it stays orthonormal where `fresh` holds nothing new.
+        basis = torch.linalg.qr(torch.cat([basis, fresh], dim=1)).Q
     return None, passes
 
 
@@ -131,11 +132,11 @@ def _settled(dropped: list[float], total: float) -> bool:
     if len(dropped) < 2:
         return False
     gain = dropped[-2] - dropped[-1]
-    if gain <= limit or len(dropped) < 3:
-        return gain <= limit
+    if abs(gain) <= limit or len(dropped) < 3:
+        return abs(gain) <= limit
     # Gains fall at least geometrically, so their ratio bounds the sum of those to come.
     ratio = gain / (dropped[-3] - dropped[-2])
-    return ratio < 1 and gain * ratio <= limit * (1 - ratio)
+    return 0 < ratio < 1 and 0 < gain * ratio <= limit * (1 - ratio)
 
 
 def _ritz(tall: Tensor, basis: Tensor, image: Tensor, rank: int) -> tuple[Tensor, float]:

@@ -178,10 +178,10 @@ def _assemble(
         q, r = torch.linalg.qr(scaled.T @ vectors)
         left, right = vectors @ r.T, q.T
     values = torch.linalg.vector_norm(left, dim=0, dtype=torch.float64)
-    left = _unscaled(left, exponent)
+    left = _unscaled(left, exponent).float()
     check_finite("left singular vectors", left)
     return TruncatedSVD(
-        left=left.float(),
+        left=left,
         right=right.float().contiguous(),
         singular_values=_unscaled(values.sort(descending=True).values, exponent),
         total_energy=total * 4.0**exponent,

@@ -424,3 +424,9 @@ def test_mistakes_are_named() -> None:
         monosoup_coefficients(torch.zeros(0))
     with pytest.raises(ValueError, match="energy"):
         monosoup_coefficients(torch.ones(2), energy=0.0)
+
+
+@pytest.mark.parametrize("weights", [(1e308, 1e308), (1e300, -1e300, 1e-10), (math.inf, -math.inf)])
+def test_weights_beyond_floats_are_refused_with_their_values(weights):
+    with pytest.raises(ValueError, match=r"weights=.*finite"):
+        MergeRule("mean", weights=weights)

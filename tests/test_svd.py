@@ -320,3 +320,35 @@ def test_mistakes_are_named() -> None:
     for bad in (torch.tensor([-1.0]), torch.tensor([math.nan])):
         with pytest.raises(ValueError, match="singular values"):
             effective_rank(bad)
+
+
+@pytest.mark.parametrize("rank", [5, 20, 200])
+@pytest.mark.parametrize("kind", ["diagonal", "permuted", "dense"])
+def test_krylov_basis_stays_orthonormal(kind, rank):
+    # A block that adds nothing to the basis, or more of them than the short side has room for.
+    values = torch.arange(1, 301).double() ** -2
+    matrix = with_spectrum(values, 340, 300) if kind == "dense" else torch.zeros(340, 300)
+    if kind != "dense":
+        order = torch.arange(300) if kind == "diagonal" else torch.arange(300).flip(0)
+        matrix[order, torch.arange(300)] = values.float()
+    cut = truncated_svd(matrix, rank=rank)
+    gram = cut.right.double() @ cut.right.double().T
+    torch.testing.assert_close(gram, torch.eye(rank).double(), rtol=0, atol=1e-5)
+    best = float(values[rank:].square().sum())
+    left_over = float((matrix.double() - cut.left.double() @ cut.right.double()).square().sum())
+    assert left_over <= best * (1 + 1e-3) + 1e-12
+
+
+def test_sparse_matrix_of_low_rank_is_cut_exactly_by_krylov():
+    matrix = torch.zeros(900, 800)
+    matrix[torch.arange(57), torch.arange(57)] = 0.8 ** torch.arange(57)
+    cut = truncated_svd(matrix, rank=45)
+    best = float(matrix.diagonal()[45:].double().square().sum())
+    assert float((matrix - cut.matrix()).double().square().sum()) <= best * 1.001 + 1e-12
+
+
+def test_float64_beyond_float32_is_refused():
+    with pytest.raises(MergeError, match="inf"):
+        truncated_svd(torch.full((3, 3), 1e200, dtype=torch.float64), rank=1)
+    with pytest.raises(MergeError, match="inf"):
+        truncated_svd(torch.full((3, 3), 1e39, dtype=torch.float64), rank=1)
