@@ -300,3 +300,19 @@ def test_mistakes_are_named() -> None:
 
 def test_the_path_has_a_name() -> None:
     assert path_name() == "torch"
+
+
+@pytest.mark.parametrize("lead", [(0,), (3,), (70,), (2, 3)])
+def test_no_inputs_leave_the_bias(lead):
+    bias = torch.arange(5.0)
+    signs, scale = [torch.zeros(1, 5, 0, dtype=torch.uint8)], [torch.ones(1, 5)]
+    for variant in (-1, 0):
+        index = torch.full(lead, variant)
+        found = delta_linear(torch.zeros(*lead, 0), torch.zeros(5, 0), signs, scale, index, bias)
+        assert torch.equal(found, bias.expand(*lead, 5))
+
+
+def test_variant_without_planes_is_refused():
+    signs, scale = [torch.zeros(0, 5, 1, dtype=torch.uint8)], [torch.zeros(0, 1)]
+    with pytest.raises(ValueError, match=r"packed\[0\].*planes"):
+        delta_linear(torch.zeros(1, 8), torch.zeros(5, 8), signs, scale, torch.zeros(1).long())

@@ -49,7 +49,7 @@ def torch_delta_linear(
     bias: Tensor | None = None,  # [N]
 ) -> Tensor:  # [..., N] in x's dtype
     """The equation of naive.py; arguments are as `op.delta_linear` checks them."""
-    tokens = x.reshape(-1, x.shape[-1])
+    tokens = x.reshape(variant_index.numel(), x.shape[-1])
     index = variant_index.reshape(-1)
     variants = sorted(set(index.tolist()))
     if len(variants) == 1:

@@ -90,12 +90,12 @@ def _check_variants(
         )
     rows, width = weight.shape[0], packed_width(weight.shape[1])
     for variant, (signs, alpha) in enumerate(zip(packed, scale, strict=True)):
-        if signs.dtype != torch.uint8 or signs.ndim != 3 or tuple(signs.shape[1:]) != (rows, width):
+        planes = signs.shape[0] if signs.ndim else 0
+        if signs.dtype != torch.uint8 or planes < 1 or tuple(signs.shape) != (planes, rows, width):
             raise ValueError(
                 f"packed[{variant}] {signs.dtype} {tuple(signs.shape)}: "
-                f"needs uint8 [planes, {rows}, {width}]"
+                f"needs uint8 [planes >= 1, {rows}, {width}]"
             )
-        planes = signs.shape[0]
         if alpha.dtype != torch.float32 or tuple(alpha.shape) not in ((planes, rows), (planes, 1)):
             raise ValueError(
                 f"scale[{variant}] {alpha.dtype} {tuple(alpha.shape)}: "
