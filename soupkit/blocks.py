@@ -55,7 +55,7 @@ def encode_pair(
     parts: list[SignDelta] = []
     energy = 0.0
     for start in range(0, rows, group):
-        blocks = _Blocks(name, pair, start, start + group)
+        blocks = _Blocks(name, pair, start, start + group, whole=ours.shape)
         one = _encode_rows(blocks, planes) if scale == "row" else _encode_matrix(blocks, planes)
         if is_one_each:
             one = SignDelta(one.signs, one.scale.expand(planes, group).contiguous(), columns)
@@ -72,9 +72,18 @@ def encode_pair(
 class _Blocks:
     """The delta of rows [start, stop) of a pair of matrices, block by block; adds up its energy."""
 
-    def __init__(self, name: str, pair: tuple[Tensor, Tensor], start: int, stop: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        pair: tuple[Tensor, Tensor],
+        start: int,
+        stop: int,
+        *,
+        whole: Sequence[int],
+    ) -> None:
         self.name = name
         self.pair = pair
+        self.whole = whole
         self.columns = pair[0].shape[1]
         self.energy = 0.0
         self.start, self.rows = start, stop - start
@@ -83,7 +92,9 @@ class _Blocks:
     def delta(self, rows: slice, *, count: bool) -> Tensor:
         """float32 [rows, in]; `count` adds its energy."""
         place = slice(self.start + rows.start, self.start + rows.stop)
-        delta = subtract(self.pair[0][place], self.pair[1][place], name=self.name)
+        ours, theirs = (one[place] for one in self.pair)
+        before = place.start * self.columns
+        delta = subtract(ours, theirs, name=self.name, whole=self.whole, start=before)
         if count:
             self.energy += squared_norm(delta)
         return delta

@@ -103,12 +103,20 @@ def from_matrices(name: str, matrices: Tensor, shape: Sequence[int]) -> Tensor:
     return matrices.reshape(tuple(shape))
 
 
-def subtract(finetuned: Tensor, base: Tensor, *, name: str) -> Tensor:
+def subtract(
+    finetuned: Tensor,
+    base: Tensor,
+    *,
+    name: str,
+    whole: Sequence[int] | None = None,
+    start: int = 0,
+) -> Tensor:
     """The delta of one parameter.
 
     Args:
         finetuned, base: same shape, any floating dtypes.
         name: of the parameter, for messages.
+        whole, start: where both are some rows of a parameter, see `numeric.check_finite`.
     Returns:
         float32 of the same shape, on finetuned's device, fresh memory.
     Raises:
@@ -130,5 +138,5 @@ def subtract(finetuned: Tensor, base: Tensor, *, name: str) -> Tensor:
             finetuned.detach().to(wide, copy=True).sub_(base.detach().to(finetuned.device, wide))
         )
         delta = delta.to(torch.float32)
-        check_finite(name, delta)
+        check_finite(name, delta, whole=whole, start=start)
     return delta

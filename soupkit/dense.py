@@ -2,15 +2,17 @@
 kept in step.
 
 Only the fields of config.json that the weights decide are changed: dtype, vocab_size,
-tie_word_embeddings. Everything else, and every other companion file, is carried over as it is.
+tie_word_embeddings, the latter two in its text_config too. Everything else, and every other
+companion file, is carried over as it is.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from soupkit.checkpoint import Checkpoint, read_config
+from soupkit.checkpoint import OUTPUT_EMBEDDINGS, Checkpoint, read_config
 from soupkit.files import atomic_write_json
 
 
@@ -33,13 +35,21 @@ def write_config(
     config = read_config(source)
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    heads = [alias for alias in base.tied if alias in shapes]
+    has_head = any(name.endswith(OUTPUT_EMBEDDINGS) for name in shapes)
     if base.tied:
-        config["tie_word_embeddings"] = not heads
-    elif config.get("tie_word_embeddings"):
-        config["tie_word_embeddings"] = False
+        config["tie_word_embeddings"] = not has_head
+    for part in _sections(config):
+        if has_head and part.get("tie_word_embeddings"):
+            part["tie_word_embeddings"] = False
     for name, shape in shapes.items():
         rows = base.shape(name)[:1]
-        if shape[:1] != rows and rows == (base.config.get("vocab_size"),):
-            config["vocab_size"] = shape[0]
+        for part, before in zip(_sections(config), _sections(base.config), strict=True):
+            if shape[:1] != rows and rows == (before.get("vocab_size"),):
+                part["vocab_size"] = shape[0]
     atomic_write_json(folder / "config.json", config, allow_nan=True)
+
+
+def _sections(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The config itself and its text_config, which models of several modalities have."""
+    text = config.get("text_config")
+    return config, text if isinstance(text, dict) else {}

@@ -6,7 +6,7 @@ Not here: anything that knows what a tensor means.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,21 +19,44 @@ from soupkit.errors import MergeError
 _BLOCK_ENTRIES = 1 << 20
 
 
-def check_finite(name: str, tensor: Tensor) -> None:
-    """Raise MergeError naming the tensor and the index of its first NaN or infinite entry."""
+def check_finite(
+    name: str, tensor: Tensor, *, whole: Sequence[int] | None = None, start: int = 0
+) -> None:
+    """Raise MergeError naming the tensor and the index of its first NaN or infinite entry.
+
+    Args:
+        whole, start: where `tensor` is some rows of a larger one: that one's shape, and the number
+            of entries before them.
+    """
     if tensor.numel() == 0:
         return
+    if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
+        tensor = tensor.float()  # float8 has no comparisons
     # aminmax carries NaN and infinity through in one pass without a mask of the tensor's size.
     low, high = torch.aminmax(tensor)
     if bool(torch.isfinite(low) & torch.isfinite(high)):
         return
     flat = tensor.reshape(-1)
     first = int(torch.isfinite(flat).logical_not().to(torch.uint8).argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), tensor.shape))
+    shape = tuple(tensor.shape if whole is None else whole)
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(start + first), shape))
     raise MergeError(
-        f"{name}: {float(flat[first])} at index {index} of shape {tuple(tensor.shape)}; "
+        f"{name}: {float(flat[first])} at index {index} of shape {shape}; "
         "every weight must be finite: use a checkpoint from before the run diverged"
     )
+
+
+def rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor`, finite, in `dtype`; MergeError where an entry is beyond its range (float16's)."""
+    narrow = tensor.to(dtype)
+    limit = torch.finfo(dtype).max
+    told = narrow.float() if dtype.itemsize == 1 else narrow
+    if limit < torch.finfo(tensor.dtype).max and not bool(torch.isfinite(told).all()):
+        raise MergeError(
+            f"{name}: {float(tensor.abs().amax())} is beyond the range of {dtype} (to {limit}): "
+            "use bfloat16 or float32"
+        )
+    return narrow
 
 
 def inner_product(a: Tensor, b: Tensor) -> float:

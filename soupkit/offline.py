@@ -27,6 +27,7 @@ from soupkit.errors import CheckpointError
 from soupkit.export import Progress, naming_the_culprit, pair_names
 from soupkit.files import atomic_folder, atomic_write_json, plain_json
 from soupkit.merge import MatrixReport, MergeRule, merge_deltas
+from soupkit.numeric import check_finite, rounded
 from soupkit.shards import ShardWriter
 from soupkit.tensorfile import TensorSpec
 from soupkit.version import __version__
@@ -179,9 +180,12 @@ class _Merger:
         merge = self._merge_blocks if is_mean else self._merge_whole
         with naming_the_culprit(name, self._base, *self._checkpoints):
             for piece in merge(name, theirs, ours):
-                yield piece.to(spec.dtype)
-        for rows in row_blocks(tuple(extra[0].shape)) if extra else ():
-            yield self._average([one[rows] for one in extra]).to(spec.dtype)
+                yield rounded(name, piece, spec.dtype)
+            for rows in row_blocks(tuple(extra[0].shape)) if extra else ():
+                piece = self._average([one[rows] for one in extra])
+                before = (common + rows.start) * math.prod(spec.shape[1:])
+                check_finite(name, piece, whole=spec.shape, start=before)
+                yield rounded(name, piece, spec.dtype)
 
     def _agreed(self, name: str, ours: Sequence[Tensor]) -> Tensor:
         if any(not torch.equal(one, ours[0]) for one in ours[1:]):
@@ -201,18 +205,36 @@ class _Merger:
         merged, report = merge_deltas(name, deltas, self._rule)
         del deltas
         self.reports.append(report)
-        yield merged.add_(theirs)
+        yield _sum(theirs, merged)
 
     def _merge_blocks(self, name: str, theirs: Tensor, ours: Sequence[Tensor]) -> Iterator[Tensor]:
         parts: list[MatrixReport] = []
         for rows in row_blocks(tuple(theirs.shape)):
             block = theirs[rows] if theirs.ndim else theirs
-            deltas = [subtract(one[rows] if one.ndim else one, block, name=name) for one in ours]
+            before = rows.start * math.prod(theirs.shape[1:]) if theirs.ndim else 0
+            deltas = [
+                subtract(
+                    one[rows] if one.ndim else one,
+                    block,
+                    name=name,
+                    whole=theirs.shape,
+                    start=before,
+                )
+                for one in ours
+            ]
             merged, report = merge_deltas(name, deltas, self._rule)
             parts.append(report)
-            yield merged.add_(block)
+            yield _sum(block, merged)
         if parts:
             self.reports.append(_join_reports(parts, tuple(theirs.shape)))
+
+
+def _sum(theirs: Tensor, merged: Tensor) -> Tensor:
+    """The base plus a merged delta, which may be overwritten; float64 where the base is."""
+    if theirs.dtype == torch.float64:
+        return theirs + merged
+    # float8 promotes with nothing.
+    return merged.add_(theirs.float() if theirs.dtype.itemsize == 1 else theirs)
 
 
 def _join_reports(parts: Sequence[MatrixReport], shape: tuple[int, ...]) -> MatrixReport:

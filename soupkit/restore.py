@@ -26,7 +26,7 @@ from soupkit.export import Progress
 from soupkit.family import Family, open_base, open_family
 from soupkit.files import atomic_folder, file_digest
 from soupkit.manifest import MANIFEST_NAME, TensorEntry, matrix_shape
-from soupkit.numeric import squared_norm
+from soupkit.numeric import rounded, squared_norm
 from soupkit.shards import ShardWriter
 from soupkit.tensorfile import TensorSpec
 
@@ -64,7 +64,7 @@ def restore(
 
     Raises:
         BundleError: no such variant, damaged, or another base. CheckpointError: the base is
-            unreadable.
+            unreadable. MergeError: a weight is beyond the range of `dtype`.
         FileExistsError, OSError: `out` has content, or the disk refused. Nothing stands at `out`
             then.
     """
@@ -158,7 +158,8 @@ class _Restorer:
             self._variant.raw(entry.name) if entry.kind == "raw" else self._base.tensor(entry.name)
         )
         for rows in row_blocks(entry.shape):
-            yield (whole[rows] if entry.shape else whole).to(dtype)
+            piece = whole[rows] if entry.shape else whole
+            yield rounded(entry.name, piece, dtype) if dtype.is_floating_point else piece.to(dtype)
 
     def _sums(self, entry: TensorEntry, dtype: torch.dtype) -> Iterator[Tensor]:
         encoded = self._variant.sign(entry.name)
@@ -171,11 +172,11 @@ class _Restorer:
                 if theirs.dtype != torch.float32
                 else theirs[rows] + delta
             )
-            rounded = exact.to(dtype)
+            sums = rounded(entry.name, exact, dtype)
             if dtype != torch.float32:
                 self._energy += squared_norm(delta)
-                self._lost += squared_norm(rounded.float() - exact)
-            yield rounded
+                self._lost += squared_norm(sums.float() - exact)
+            yield sums
 
     def _write_companions(self, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         """The base's companion files, the variant's over them, and config.json for the weights."""

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from soupkit.errors import BundleError, CheckpointError, MergeError
 from soupkit.export import export_variant
 from soupkit.files import PENDING_PREFIX
 from soupkit.manifest import TensorEntry
+from soupkit.merge import MergeRule
+from soupkit.offline import merge_checkpoints
 from soupkit.verify import verify_family
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -248,6 +251,56 @@ def test_base_that_is_not_finite_is_named(make_llama, make_finetune, tmp_path):
     base = make_finetune(tmp_path / "base", make_llama(tmp_path / "whole"), edit=edit)
     with pytest.raises(MergeError, match=f"^{base}: {GATE}: "):
         export(base, tmp_path / "whole", tmp_path / "f")
+
+
+@pytest.mark.parametrize("scale", ["row", "matrix"])
+@pytest.mark.parametrize(
+    ("name", "index"), [("a.weight", (33, 4)), ("experts.up", (3, 2, 1)), ("bias", (333,))]
+)
+def test_index_of_what_is_not_finite_is_that_of_the_whole_tensor(
+    tmp_path, monkeypatch, name, index, scale
+):
+    monkeypatch.setattr(blocks, "BLOCK_ENTRIES", 64)
+    shapes = {"a.weight": (50, 20), "experts.up": (5, 6, 10), "bias": (500,)}
+    base, finetuned = tmp_path / "base", tmp_path / "ft"
+    for folder, value in ((base, 0.0), (finetuned, 1.0)):
+        tensors = {one: torch.full(shape, value) for one, shape in shapes.items()}
+        if value:
+            tensors[name][index] = float("nan")
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors")
+    told = re.escape(f"{name}: nan at index {index} of shape {shapes[name]};")
+    with pytest.raises(MergeError, match=told):
+        export(base, finetuned, tmp_path / "f", scale=scale)
+    with pytest.raises(MergeError, match=told):
+        merge_checkpoints(
+            open_checkpoint(base),
+            [open_checkpoint(finetuned)],
+            out=tmp_path / "out",
+            rule=MergeRule("mean"),
+        )
+
+
+def test_float8_travels(tmp_path):
+    base, finetuned = tmp_path / "base", tmp_path / "ft"
+    for folder, value in ((base, 0.5), (finetuned, 1.0)):
+        tensors = {
+            "same.weight": torch.full((2, 8), 0.25).to(torch.float8_e4m3fn),
+            "a.weight": torch.full((2, 8), value).to(torch.float8_e4m3fn),
+            "bias": torch.full((4,), value).to(torch.float8_e4m3fn),
+        }
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors")
+    report = export(base, finetuned, tmp_path / "f")
+    assert kinds(report) == {"same.weight": "same", "a.weight": "sign", "bias": "raw"}
+    merge_checkpoints(
+        open_checkpoint(base),
+        [open_checkpoint(finetuned)],
+        out=tmp_path / "out",
+        rule=MergeRule("mean"),
+    )
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(merged["a.weight"].float(), torch.ones(2, 8))
 
 
 def test_resized_vocabulary_without_a_config_is_known_by_name(make_llama, make_finetune, tmp_path):

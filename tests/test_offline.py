@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from soupkit import blocks
@@ -121,6 +121,32 @@ def test_rows_beyond_the_bases_vocabulary_are_averaged(base_folder, make_finetun
     assert torch.equal(found[99:], torch.full((2, 24), 2.0))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.vocab_size == 101
+
+
+def test_extra_rows_that_are_not_finite_are_refused(base_folder, make_finetune, tmp_path):
+    ft = make_finetune(tmp_path / "ft", base_folder, edit=resize(2, float("nan")))
+    told = rf"{ft}: {EMBEDDING}: nan at index \(99, 0\) of shape \(101, 24\)"
+    with pytest.raises(MergeError, match=told):
+        merge(base_folder, [ft], tmp_path / "out", MergeRule("mean"))
+
+
+def test_weights_beyond_float16_are_refused_not_made_infinite(base_folder, make_finetune, tmp_path):
+    def edit(tensors):
+        tensors[GATE][0, 0] = 1e6
+
+    ft = make_finetune(tmp_path / "ft", base_folder, edit=edit)
+    with pytest.raises(MergeError, match=rf"{GATE}: .* beyond the range of torch.float16"):
+        merge(base_folder, [ft], tmp_path / "out", MergeRule("mean"), dtype=torch.float16)
+
+
+@pytest.mark.parametrize("method", ["mean", "monosoup"])
+def test_float64_base_merged_with_itself_is_the_same_to_the_bit(tmp_path, method):
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"a.weight": torch.randn(5, 4, generator=generator, dtype=torch.float64)}
+    (tmp_path / "base").mkdir()
+    save_file(tensors, tmp_path / "base" / "model.safetensors")
+    merge(tmp_path / "base", [tmp_path / "base"], tmp_path / "out", MergeRule(method))
+    assert torch.equal(weights(tmp_path / "out")["a.weight"], tensors["a.weight"])
 
 
 def test_smaller_vocabularies_merge_their_common_rows(base_folder, make_finetune, tmp_path):

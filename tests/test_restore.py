@@ -7,12 +7,14 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from soupkit.checkpoint import open_checkpoint
-from soupkit.errors import BundleError, CheckpointError
+from soupkit.errors import BundleError, CheckpointError, MergeError
 from soupkit.export import export_variant
+from soupkit.merge import MergeRule
+from soupkit.offline import merge_checkpoints
 from soupkit.restore import restore
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -139,6 +141,40 @@ def test_resized_vocabulary_loads_with_its_rows(base_folder, make_finetune, tmp_
     assert model.config.vocab_size == 102
     wanted = load_file(finetuned / "model.safetensors")[EMBEDDING]
     assert torch.equal(model.model.embed_tokens.weight, wanted)
+
+
+def test_vocabulary_and_ties_of_a_text_config_follow_the_weights(tmp_path):
+    name = "model.language_model.embed_tokens.weight"
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "tie_word_embeddings": True,
+        "text_config": {"vocab_size": 9, "tie_word_embeddings": True},
+    }
+    for folder, rows in (("base", 9), ("ft", 11)):
+        (tmp_path / folder).mkdir()
+        save_file({name: torch.ones(rows, 4)}, tmp_path / folder / "model.safetensors")
+        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+    base, finetuned = (open_checkpoint(tmp_path / folder) for folder in ("base", "ft"))
+    export_variant(base, finetuned, family=tmp_path / "f", name="v")
+    restore(tmp_path / "f", "v", out=tmp_path / "dense")
+    merge_checkpoints(base, [finetuned], out=tmp_path / "merged", rule=MergeRule("mean"))
+    for folder in ("dense", "merged"):
+        found = json.loads((tmp_path / folder / "config.json").read_text())
+        assert found["text_config"] == {"vocab_size": 11, "tie_word_embeddings": True}
+        assert found["tie_word_embeddings"] is True
+        assert "vocab_size" not in found
+
+
+def test_weights_beyond_float16_are_refused_not_made_infinite(base_folder, make_finetune, tmp_path):
+    def edit(tensors):
+        tensors["model.norm.weight"][0] = 1e6
+
+    finetuned = make_finetune(tmp_path / "ft", base_folder, edit=edit)
+    export(base_folder, finetuned, tmp_path / "f")
+    told = r"model\.norm\.weight: .* beyond the range of torch\.float16"
+    with pytest.raises(MergeError, match=told):
+        restore(tmp_path / "f", "v", out=tmp_path / "dense", dtype=torch.float16)
+    assert not (tmp_path / "dense").exists()
 
 
 def test_companions_are_the_variants_over_the_bases(base_folder, make_finetune, tmp_path):
