@@ -181,14 +181,14 @@ def pair_names(base: Checkpoint, finetuned: TensorSource) -> list[tuple[str, str
 
 @contextmanager
 def naming_the_culprit(name: str, *sources: TensorSource) -> Iterator[None]:
-    """Let a MergeError about the parameter `name` tell which checkpoint is not finite."""
+    """Let a MergeError about the parameter `name` tell where which checkpoint is not finite."""
     try:
         yield
-    except MergeError as error:
+    except MergeError:
         for source in sources:
             # Other sources are a run's own weights: only one is told apart, and a gather is dear.
-            if isinstance(source, Checkpoint) and not source.tensor(name).isfinite().all():
-                raise MergeError(f"{source.path}: {error}") from None
+            if isinstance(source, Checkpoint):
+                check_finite(name, source.tensor(name), file=source.path)
         raise
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +21,19 @@ _BLOCK_ENTRIES = 1 << 20
 
 
 def check_finite(
-    name: str, tensor: Tensor, *, whole: Sequence[int] | None = None, start: int = 0
+    name: str,
+    tensor: Tensor,
+    *,
+    whole: Sequence[int] | None = None,
+    start: int = 0,
+    file: Path | None = None,
 ) -> None:
     """Raise MergeError naming the tensor and the index of its first NaN or infinite entry.
 
     Args:
         whole, start: where `tensor` is some rows of a larger one: that one's shape, and the number
             of entries before them.
+        file: that holds the tensor, for the message.
     """
     if tensor.numel() == 0:
         return
@@ -40,8 +47,9 @@ def check_finite(
     first = int(torch.isfinite(flat).logical_not().to(torch.uint8).argmax())
     shape = tuple(tensor.shape if whole is None else whole)
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(start + first), shape))
+    place = f"{file}: {name}" if file else name
     raise MergeError(
-        f"{name}: {float(flat[first])} at index {index} of shape {shape}; "
+        f"{place}: {float(flat[first])} at index {index} of shape {shape}; "
         "every weight must be finite: use a checkpoint from before the run diverged"
     )
 

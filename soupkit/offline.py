@@ -156,7 +156,10 @@ class _Merger:
         """Add every parameter to `writer`."""
         done, total = 0, sum(math.prod(shape) for shape in shapes.values())
         for name, shape in shapes.items():
+            # Whole numbers are the checkpoints', and the base's dtype may not hold them.
             stored = self._base.dtype(name)
+            if not stored.is_floating_point:
+                stored = self._checkpoints[0].dtype(name)
             spec = TensorSpec(dtype if dtype and stored.is_floating_point else stored, shape)
             writer.add_pieces(name, spec, self.pieces(name, spec))
             done += math.prod(shape)
@@ -192,7 +195,7 @@ class _Merger:
             raise CheckpointError(
                 f"{name}: {ours[0].dtype} cannot be averaged, and the checkpoints differ"
             )
-        return ours[0].to(self._base.dtype(name))
+        return ours[0]
 
     def _average(self, tensors: Sequence[Tensor]) -> Tensor:
         total = tensors[0].float() * self._weights[0]

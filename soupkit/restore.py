@@ -28,7 +28,7 @@ from soupkit.files import atomic_folder, file_digest
 from soupkit.manifest import MANIFEST_NAME, TensorEntry, matrix_shape
 from soupkit.numeric import rounded, squared_norm
 from soupkit.shards import ShardWriter
-from soupkit.tensorfile import TensorSpec
+from soupkit.tensorfile import DTYPES, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +140,9 @@ class _Restorer:
     ) -> None:
         done, total = 0, sum(math.prod(entry.shape) for entry in entries)
         for entry in entries:
-            stored = self._base.dtype(entry.name)
-            dtype = self._dtype if stored.is_floating_point else stored
+            # Whole numbers are the fine-tune's, and the base's dtype may not hold them.
+            is_float = self._base.dtype(entry.name).is_floating_point
+            dtype = self._dtype if is_float else DTYPES[entry.dtype]
             writer.add_pieces(
                 entry.name, TensorSpec(dtype, entry.shape), self._pieces(entry, dtype)
             )
@@ -159,7 +160,8 @@ class _Restorer:
         )
         for rows in row_blocks(entry.shape):
             piece = whole[rows] if entry.shape else whole
-            yield rounded(entry.name, piece, dtype) if dtype.is_floating_point else piece.to(dtype)
+            is_float = piece.is_floating_point()
+            yield rounded(entry.name, piece, dtype) if is_float else piece.to(dtype)
 
     def _sums(self, entry: TensorEntry, dtype: torch.dtype) -> Iterator[Tensor]:
         encoded = self._variant.sign(entry.name)

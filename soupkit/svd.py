@@ -75,7 +75,7 @@ def truncated_svd(
         matrix: [m, n], any floating dtype, finite; computed in float32 or wider.
         rank: triplets to keep, >= 0; clamped to min(m, n). One of rank and energy.
         energy: share of ||matrix||_F^2 to keep, in (0, 1].
-        seed: of the sketch; the same seed gives the same bits.
+        seed: of the sketch; the same seed gives the same bits with the same number of threads.
     Returns:
         A TruncatedSVD on matrix's device.
     Raises:

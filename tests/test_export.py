@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -279,6 +280,16 @@ def test_index_of_what_is_not_finite_is_that_of_the_whole_tensor(
             out=tmp_path / "out",
             rule=MergeRule("mean"),
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e5m2])
+def test_infinity_on_both_sides_is_told_as_infinity(tmp_path, dtype):
+    tensors = {"a.weight": torch.tensor([[0.0, 1.0], [-math.inf, 2.0]]).to(dtype)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    base = open_checkpoint(tmp_path)
+    told = re.escape(f"{tmp_path}: a.weight: -inf at index (1, 0) of shape (2, 2);")
+    with pytest.raises(MergeError, match=told):
+        merge_checkpoints(base, [base], out=tmp_path / "out", rule=MergeRule("mean"))
 
 
 def test_float8_travels(tmp_path):

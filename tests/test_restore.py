@@ -165,6 +165,23 @@ def test_vocabulary_and_ties_of_a_text_config_follow_the_weights(tmp_path):
         assert "vocab_size" not in found
 
 
+def test_whole_numbers_keep_the_fine_tunes_dtype_and_value(tmp_path):
+    for folder, count in (
+        ("base", torch.tensor([1], dtype=torch.uint8)),
+        ("ft", torch.tensor([300])),
+    ):
+        (tmp_path / folder).mkdir()
+        save_file({"count": count}, tmp_path / folder / "model.safetensors")
+    base, finetuned = (open_checkpoint(tmp_path / folder) for folder in ("base", "ft"))
+    export_variant(base, finetuned, family=tmp_path / "f", name="v")
+    restore(tmp_path / "f", "v", out=tmp_path / "dense")
+    merge_checkpoints(base, [finetuned], out=tmp_path / "merged", rule=MergeRule("mean"))
+    for folder in ("dense", "merged"):
+        found = load_file(tmp_path / folder / "model.safetensors")["count"]
+        assert found.dtype == torch.int64
+        assert found.tolist() == [300]
+
+
 def test_weights_beyond_float16_are_refused_not_made_infinite(base_folder, make_finetune, tmp_path):
     def edit(tensors):
         tensors["model.norm.weight"][0] = 1e6
