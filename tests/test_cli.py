@@ -326,8 +326,11 @@ def test_interrupt_is_one_line_and_leaves_nothing(
 def test_process_that_is_told_to_end_leaves_nothing(
     base_folder, finetuned_folder, tmp_path, number
 ):
+    # A parent that ignores the signal, as nohup does, hands that down; soupkit leaves it so.
     code = f"""
 import os
+import signal
+signal.signal({int(number)}, signal.SIG_DFL)
 import soupkit.offline
 from soupkit.cli import main
 
