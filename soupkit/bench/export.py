@@ -46,7 +46,7 @@ def run(*, quick: bool) -> list[Row]:
 
         size = 2 * (base / "model.safetensors").stat().st_size
         repeats = 3 if quick else 7
-        rows = [
+        return [
             compare(
                 f"export, {size / 1e6:.0f} MB read",
                 export,
@@ -55,10 +55,7 @@ def run(*, quick: bool) -> list[Row]:
                 repeats=repeats,
                 clock=time.perf_counter,
                 goal=GOAL,
-            )
-        ]
-        export()
-        rows.append(
+            ),
             compare(
                 f"restore, {size / 2e6:.0f} MB written",
                 restored,
@@ -66,9 +63,8 @@ def run(*, quick: bool) -> list[Row]:
                 against="cp",
                 repeats=repeats,
                 clock=time.perf_counter,
-            )
-        )
-        return rows
+            ),
+        ]
 
 
 def _write_model(folder: Path, seed: int, *, layers: int) -> Path:

@@ -214,6 +214,7 @@ class Answer:
 
 
 def unavailable(error: VariantUnavailable) -> ApiError:
+    """The 503 of a variant that cannot be served now, with when to ask again (seconds)."""
     return ApiError(503, str(error), code="variant_unavailable", retry_seconds=error.retry_seconds)
 
 

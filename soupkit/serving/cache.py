@@ -17,6 +17,8 @@ class _Resident:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
+    """A variant that left the cache, and the slot that it left free."""
+
     digest: str
     slot: int
 

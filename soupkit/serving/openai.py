@@ -61,6 +61,8 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
+    """What a streaming client asks for beside the text."""
+
     include_usage: bool = False
 
 
@@ -134,6 +136,8 @@ class _Request(_Body):
 
 
 class CompletionRequest(_Request):
+    """Body of POST /v1/completions: one prompt or several, as text or token ids."""
+
     prompt: (
         Text
         | Texts
@@ -165,11 +169,15 @@ class CompletionRequest(_Request):
 
 
 class TextPart(_Body):
+    """A part of a message's content; text is the only kind."""
+
     type: Literal["text"]
     text: Text
 
 
 class Message(_Body):
+    """One turn of a chat."""
+
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
     name: Text | None = None
@@ -183,6 +191,8 @@ class Message(_Body):
 
 
 class ChatRequest(_Request):
+    """Body of POST /v1/chat/completions."""
+
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -265,6 +275,7 @@ def model_list(names: list[str], *, created: int) -> dict[str, Any]:
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """The token counts that close an answer."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

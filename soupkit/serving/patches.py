@@ -136,6 +136,8 @@ class Patch:
 
 
 class LinearPatch(Patch):
+    """A linear whose weight and bias follow each token's variant."""
+
     module: nn.Linear
 
     def act(self, x: Tensor, rows: Rows, active: list[int]) -> Tensor:
@@ -168,6 +170,8 @@ class LinearPatch(Patch):
 
 
 class EmbeddingPatch(Patch):
+    """An embedding whose rows follow each token's variant; only the rows asked for are unpacked."""
+
     module: nn.Embedding
 
     def act(self, x: Tensor, rows: Rows, active: list[int]) -> Tensor:

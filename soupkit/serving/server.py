@@ -57,6 +57,7 @@ class Server(uvicorn.Server):
 
 
 def make_server(service: Service, *, host: str, port: int, keys: Sequence[str] = ()) -> Server:
+    """A server for `service` that is not running yet; without keys anyone may ask."""
     config = uvicorn.Config(
         create_app(service, keys=keys),
         host=host,

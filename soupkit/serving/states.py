@@ -24,6 +24,8 @@ class VariantUnavailable(ServingError):
 
 
 class Phase(Enum):
+    """Where a variant is between the disk and the device."""
+
     COLD = "cold"
     QUEUED = "queued"
     LOADING = "loading"
@@ -65,6 +67,8 @@ class Driver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
+    """Bounds of the router: counts of requests and loads, seconds of waiting."""
+
     max_running: int
     max_queue: int  # requests that wait, for a load or for their turn
     max_loads: int = 2
