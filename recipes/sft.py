@@ -8,6 +8,7 @@ file is held out: it scores every merge, and one that is not better is undone.
 """
 
 import argparse
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,3 +124,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    # DDP's reference cycle keeps gloo's threads alive; one that still runs when Python ends aborts
+    # the process (pytorch/pytorch#190489).
+    gc.collect()

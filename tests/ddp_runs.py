@@ -6,6 +6,7 @@ Each part asserts the strategy that it means to test, and leaves its weights in 
 to compare. Parts: a plain DDP loop, a merge that fails, ranks that differ, Accelerate, Trainer.
 """
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -226,3 +227,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # ends gloo's threads, as in recipes/sft.py
