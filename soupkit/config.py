@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
 
 Method = Literal["svd_mean", "monosoup", "mean"]
+# Of a run: what merges two sets of weights, or averages all of them.
+RunMethod = Literal["svd_mean", "monosoup", "mean", "ema"]
 Gate = Literal["metric", "none"]
 OptimizerState = Literal["keep", "reset"]
+Place = Literal["device", "host", "disk"]
+Undo = Literal["disk", "memory"]
 Scale = Literal["row", "matrix"]
 
 DEFAULT_RANK = 64
 MAX_PLANES = 4
 BASE_NAME = "base"
+_ONLY_MERGES_USE = ("rank", "energy", "weight", "optimizer_state")
+_ONLY_EMA_USES = ("ema_decay", "ema_every_n_steps", "ema_place")
 
 _VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -93,26 +99,38 @@ class SoupConfig:
     """When a run is merged with its best previous weights, and how.
 
     Args:
-        merge_every_n_steps: optimizer steps from one merge point to the next.
+        merge_every_n_steps: optimizer steps from one merge point to the next; with "ema" a merge
+            point only scores the average beside the run's weights (gate "metric").
         start_after_step: no merge point at or before this step.
         stop_after_step: no merge point after this step; None: to the end.
         method: "svd_mean" (weighted mean of truncated deltas), "monosoup" (arXiv 2602.09689, on the
-            weighted mean delta), "mean" (plain weighted mean).
+            weighted mean delta), "mean" (plain weighted mean), "ema" (exponential moving average
+            of the run's weights, a side soup: training never sees it; rank, energy, weight and
+            optimizer_state have no meaning there and are refused).
         rank: singular triplets kept by svd_mean; 64 unless `energy` is given. The other methods
             keep all.
         energy: share of the squared singular values to keep, in (0, 1], instead of a rank; for
             monosoup the R of its variance variant. One of rank and energy.
         weight: share of the partner in the merge, in (0, 1); the run's own weights have 1 - weight.
         feed_back: True: training goes on from the merged weights. False: a side soup, exported at
-            the end.
+            the end. None: False for ema, else True.
         gate: "metric": a merge is kept only if it scores at least as well as the weights before it.
         gate_batches: evaluation batches that the gate scores.
         metric_for_best: name of the metric that chooses the partner; None is no choice.
         greater_is_better: direction of that metric.
         optimizer_state: "keep": moments stay those of the run; "reset": they start anew after a
-        merge.
+            merge.
         include, exclude: regular expressions searched in parameter names; empty include: all.
         seed: of the sketches of the SVD; never touches the global generators.
+        ema_decay: share of itself that the average keeps at each update, in (0, 1), once it has
+            seen enough: update n keeps min(ema_decay, n / (n + 9)), counted from 0, so that the
+            weights it began with are forgotten.
+        ema_every_n_steps: optimizer steps from one update of the average to the next.
+        ema_place: where each rank's float32 shards of the average live: "device" (where the
+            weights are), "host" (memory), "disk" (a mapped file in the soup folder).
+        undo: where the weights before a merge wait for the gate's verdict: "disk", or "memory"
+            (each rank's own shards, in host memory). While an ema is scored they are always in
+            host memory.
     Raises:
         ValueError: any value out of range.
     """
@@ -120,11 +138,11 @@ class SoupConfig:
     merge_every_n_steps: int = 1000
     start_after_step: int = 0
     stop_after_step: int | None = None
-    method: Method = "svd_mean"
+    method: RunMethod = "svd_mean"
     rank: int | None = None
     energy: float | None = None
     weight: float = 0.5
-    feed_back: bool = True
+    feed_back: bool | None = None
     gate: Gate = "metric"
     gate_batches: int = 8
     metric_for_best: str = "eval_loss"
@@ -133,14 +151,18 @@ class SoupConfig:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     seed: int = 0
+    ema_decay: float = 0.999
+    ema_every_n_steps: int = 1
+    ema_place: Place = "device"
+    undo: Undo = "disk"
 
     def __post_init__(self) -> None:
-        """Check every field; fill the default rank in."""
+        """Check every field; fill in what depends on the method."""
         check_count("merge_every_n_steps", self.merge_every_n_steps, least=1)
         check_count("start_after_step", self.start_after_step, least=0)
         if self.stop_after_step is not None:
             check_count("stop_after_step", self.stop_after_step, least=self.start_after_step + 1)
-        check_choice("method", self.method, get_args(Method))
+        check_choice("method", self.method, get_args(RunMethod))
         check_truncation(self.rank, self.energy)
         if self.method == "svd_mean" and self.rank is None and self.energy is None:
             object.__setattr__(self, "rank", DEFAULT_RANK)
@@ -148,8 +170,15 @@ class SoupConfig:
         check_choice("gate", self.gate, get_args(Gate))
         check_count("gate_batches", self.gate_batches, least=1)
         check_choice("optimizer_state", self.optimizer_state, get_args(OptimizerState))
-        for field in ("feed_back", "greater_is_better"):
-            check_choice(field, getattr(self, field), (True, False))
+        check_choice("feed_back", self.feed_back, (True, False, None))
+        check_choice("greater_is_better", self.greater_is_better, (True, False))
+        check_share("ema_decay", self.ema_decay, one_allowed=False)
+        check_count("ema_every_n_steps", self.ema_every_n_steps, least=1)
+        check_choice("ema_place", self.ema_place, get_args(Place))
+        check_choice("undo", self.undo, get_args(Undo))
+        self._refuse_what_the_method_ignores()
+        if self.feed_back is None:
+            object.__setattr__(self, "feed_back", self.method != "ema")
         if not isinstance(self.metric_for_best, str) or not self.metric_for_best:
             raise ValueError(
                 f"metric_for_best={self.metric_for_best!r}: needs a metric's name, as 'eval_loss'"
@@ -157,6 +186,24 @@ class SoupConfig:
         check_count("seed", self.seed, least=0)
         for field in ("include", "exclude"):
             object.__setattr__(self, field, _check_patterns(field, getattr(self, field)))
+
+    def _refuse_what_the_method_ignores(self) -> None:
+        """Raise ValueError for a setting that was chosen and would do nothing."""
+        is_ema = self.method == "ema"
+        if is_ema and self.feed_back:
+            raise ValueError(
+                'feed_back=True with method="ema": the average is a side soup that training never '
+                'sees; leave feed_back out, or feed back merges with method="mean"'
+            )
+        ignored = _ONLY_MERGES_USE if is_ema else _ONLY_EMA_USES
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ignored and value != field.default:
+                remedy = "" if is_ema else ', or use method="ema"'
+                raise ValueError(
+                    f'{field.name}={value!r} has no meaning with method="{self.method}": leave it '
+                    f"out{remedy}"
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,11 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from soupkit.config import ExportConfig, SoupConfig, check_variant_name
+from soupkit.config import ExportConfig, Method, RunMethod, SoupConfig, check_variant_name
 
 
 def test_defaults_are_those_of_the_readme() -> None:
@@ -18,6 +19,44 @@ def test_defaults_are_those_of_the_readme() -> None:
     assert (config.weight, config.feed_back, config.gate) == (0.5, True, "metric")
     assert (config.gate_batches, config.metric_for_best) == (8, "eval_loss")
     assert (config.greater_is_better, config.optimizer_state, config.seed) == (False, "keep", 0)
+    assert (config.ema_decay, config.ema_every_n_steps, config.ema_place) == (0.999, 1, "device")
+    assert config.undo == "disk"
+
+
+@pytest.mark.parametrize("method", get_args(RunMethod))
+def test_an_ema_is_a_side_soup_and_merges_are_fed_back_unless_told(method: RunMethod) -> None:
+    is_ema = method == "ema"
+    assert SoupConfig(method=method).feed_back is not is_ema
+    assert SoupConfig(method=method, feed_back=False).feed_back is False
+    config = SoupConfig(method=method)
+    assert dataclasses.replace(config, seed=3).feed_back is config.feed_back
+
+
+def test_tb24_feeding_an_ema_back_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r'leave feed_back out.*method="mean"'):
+        SoupConfig(method="ema", feed_back=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rank": 64}, {"energy": 0.9}, {"weight": 0.3}, {"optimizer_state": "reset"}],
+    ids=str,
+)
+def test_what_an_ema_would_ignore_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f'{next(iter(change))}=.*method="ema": leave it out'):
+        SoupConfig(method="ema", **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", get_args(Method))
+@pytest.mark.parametrize(
+    "change", [{"ema_decay": 0.9}, {"ema_every_n_steps": 2}, {"ema_place": "host"}], ids=str
+)
+def test_tb24_what_only_an_ema_uses_is_refused_elsewhere(
+    method: Method, change: dict[str, object]
+) -> None:
+    with pytest.raises(ValueError, match=f'{next(iter(change))}=.*or use method="ema"'):
+        SoupConfig(method=method, **change)  # type: ignore[arg-type]
+    assert SoupConfig(method="ema", **change)  # type: ignore[arg-type]
 
 
 def test_energy_alone_takes_the_place_of_the_rank() -> None:
@@ -45,7 +84,7 @@ def test_settings_are_frozen_and_can_be_replaced() -> None:
         ("merge_every_n_steps", True, "whole number"),
         ("start_after_step", -1, ">= 0"),
         ("stop_after_step", 0, ">= 1"),
-        ("method", "median", "'svd_mean', 'monosoup', 'mean'"),
+        ("method", "median", "'svd_mean', 'monosoup', 'mean', 'ema'"),
         ("rank", 0, "rank=0: must be >= 1"),
         ("rank", "8", "whole number"),
         ("energy", 0.0, "0 < value <= 1"),
@@ -58,7 +97,15 @@ def test_settings_are_frozen_and_can_be_replaced() -> None:
         ("gate_batches", 0, ">= 1"),
         ("metric_for_best", "", "eval_loss"),
         ("optimizer_state", "zero", "'keep', 'reset'"),
-        ("feed_back", "yes", "True, False"),
+        ("feed_back", "yes", "True, False, None"),
+        ("greater_is_better", None, "True, False"),
+        ("ema_decay", 0.0, "0 < value < 1"),
+        ("ema_decay", 1.0, "0 < value < 1"),
+        ("ema_decay", float("nan"), "finite"),
+        ("ema_every_n_steps", 0, ">= 1"),
+        ("ema_every_n_steps", 1.5, "whole number"),
+        ("ema_place", "cpu", "'device', 'host', 'disk'"),
+        ("undo", "host", "'disk', 'memory'"),
         ("seed", -1, ">= 0"),
         ("include", "attn", "tuple of regular expressions"),
         ("exclude", ("(",), "no regular expression"),
