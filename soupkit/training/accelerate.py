@@ -1,10 +1,12 @@
-"""Soup: merges in a loop of one's own, plain PyTorch or Accelerate, in one process or under DDP.
+"""Soup: merges in a loop of one's own: plain PyTorch, Accelerate, or a DeepSpeed engine.
 
     soup = Soup(model, optimizer=optimizer, base="path-or-hub-id", evaluate=held_out_loss)
     for batch in loader:
         ...                          # forward, backward, optimizer step
         soup.step()
     soup.finish(export=ExportConfig(family="family", name="coder"))
+
+A DeepSpeed engine is given as the model; soup.step() follows engine.step().
 
 With an accelerator, save_state and load_state carry the step in a small file of our own beside
 theirs (an object registered for checkpointing would make older checkpoints unreadable). Other loops
@@ -25,10 +27,11 @@ from soupkit.errors import TrainingError
 from soupkit.export import ExportReport
 from soupkit.files import atomic_write_json, read_json
 from soupkit.training.finish import export_run
-from soupkit.training.params import innermost
+from soupkit.training.moments import has_stepped
 from soupkit.training.report import MergeReport
 from soupkit.training.soup import SoupRun
 from soupkit.training.start import Preparation
+from soupkit.training.zero import is_engine
 
 MARK_NAME = "soupkit.json"
 _SCHEMA = 1
@@ -72,6 +75,8 @@ class Soup:
             TrainingError: the model cannot be merged (named with the remedy).
         """
         self.config = config or SoupConfig()
+        if optimizer is None and is_engine(model):
+            optimizer = getattr(model, "optimizer", None)
         _check_arguments(self.config, optimizer, evaluate)
         project_dir = getattr(accelerator, "project_dir", None)
         self.num_steps = 0
@@ -81,10 +86,14 @@ class Soup:
         self._accelerator = accelerator
         self._evaluate = evaluate
         self._optimizer = optimizer
+        self._engine = model if is_engine(model) else None
+        self._engine_steps = self._steps_of_engine()
         self._run: SoupRun | None = None
         self._unmarked: str | None = None
         self._rewound_to: int | None = None
-        self._has_begun = base is None and _has_stepped(optimizer)
+        # DeepSpeed's optimizers take an empty step when they are built.
+        has_begun = self._engine_steps > 0 if self._engine else has_stepped(optimizer)
+        self._has_begun = base is None and has_begun
         self._preparation = Preparation(
             model,
             self.config,
@@ -104,8 +113,8 @@ class Soup:
     def step(self, metric: float | None = None) -> MergeReport | None:
         """Count an optimizer step and merge if it is a merge point; call it after optimizer.step().
 
-        With an accelerator, calls inside a gradient accumulation and after a skipped fp16 step do
-        not count.
+        With an accelerator or a DeepSpeed engine, calls inside a gradient accumulation and after a
+        skipped fp16 step do not count.
 
         Args:
             metric: with gate="none", your score of the live weights, if you have one; the best is
@@ -123,10 +132,7 @@ class Soup:
                 'metric= has no use with gate="none" and feed_back=False: the side soup is always '
                 "the last merge; leave metric= out"
             )
-        accelerator = self._accelerator
-        if accelerator is not None and (
-            not accelerator.sync_gradients or accelerator.optimizer_step_was_skipped
-        ):
+        if not self._has_stepped_now():
             return None
         run = self._begun()
         self.num_steps += 1
@@ -134,6 +140,27 @@ class Soup:
         if report is not None:
             self.reports.append(report)
         return report
+
+    def _has_stepped_now(self) -> bool:
+        """Whether the optimizer took a step since the last call."""
+        accelerator = self._accelerator
+        if accelerator is not None:
+            return accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped
+        if self._engine is None:
+            return True
+        before, self._engine_steps = self._engine_steps, self._steps_of_engine()
+        if self._engine_steps - before > 1:
+            raise TrainingError(
+                f"the DeepSpeed engine went from step {before} to {self._engine_steps} between two "
+                "calls of soup.step(): call it after every engine.step(), and after "
+                "engine.load_checkpoint() call soup.load(folder) or soup.resume(step)"
+            )
+        return self._engine_steps > before
+
+    def _steps_of_engine(self) -> int:
+        """Optimizer steps that the engine has taken, skipped ones left out; 0 without one."""
+        engine: Any = self._engine
+        return 0 if engine is None else int(engine.global_steps) - int(engine.skipped_steps)
 
     def resume(self, step: int) -> None:
         """Go on after optimizer step `step`, whose weights the model holds; call it before step().
@@ -148,6 +175,7 @@ class Soup:
         self._unmarked = None
         self._run = self._start(step, check_weights=True)
         self.num_steps = step
+        self._engine_steps = self._steps_of_engine()
 
     def save(self, folder: str | Path) -> None:
         """Leave the step in `folder`, beside a checkpoint of yours, so that its state is kept."""
@@ -267,13 +295,6 @@ def _check_arguments(
         )
     if config.optimizer_state == "reset" and optimizer is None:
         raise ValueError('optimizer_state="reset" needs optimizer=; pass it, or use "keep"')
-
-
-def _has_stepped(optimizer: Any) -> bool:
-    """Whether the optimizer has taken a step."""
-    states = getattr(innermost(optimizer), "state", None) or {}
-    # Adagrad has a state before its first step; its "step" is 0 then.
-    return any(state.get("step", 1) > 0 for state in states.values() if state)
 
 
 def _read_mark(folder: Path) -> int:

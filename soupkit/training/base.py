@@ -19,10 +19,10 @@ from torch import nn
 from soupkit.checkpoint import Checkpoint, checkpoint_fingerprint, open_checkpoint
 from soupkit.delta import TensorSource
 from soupkit.errors import CheckpointError, MergeError, TrainingError
-from soupkit.files import atomic_write_json, fsync_path, fsync_tree
+from soupkit.files import atomic_write_json, fsync_path, fsync_tree, read_json
 from soupkit.tracking import say
-from soupkit.training.params import ModelTensors, unwrap
 from soupkit.training.state import BaseRecord, SoupFolder, write_tensors
+from soupkit.training.weights import ModelTensors, unwrap
 
 
 def equal_weights(checkpoint: TensorSource, model: TensorSource) -> bool:
@@ -45,6 +45,7 @@ def equal_weights(checkpoint: TensorSource, model: TensorSource) -> bool:
 
 def find_base(
     model: nn.Module,
+    tensors: TensorSource,
     folder: SoupFolder,
     *,
     given: str | Path | None,
@@ -53,6 +54,7 @@ def find_base(
     """The base of a run that starts now, from the model's present weights. On one rank.
 
     Args:
+        tensors: all of the model's, by its checkpoint's names.
         given: what the user named; taken as it is.
         save_companions: writes tokenizer files into a folder, where the step-0 weights have to be
             saved.
@@ -66,7 +68,6 @@ def find_base(
     """
     if given is not None:
         return _record(open_checkpoint(_absolute(given)), revision=None)
-    tensors = ModelTensors(model)
     loaded_from, revision = _loaded_from(model)
     checkpoint = _holding(tensors, loaded_from, revision) if loaded_from else None
     if checkpoint is not None:
@@ -106,17 +107,18 @@ def _record(checkpoint: Checkpoint, *, revision: str | None) -> BaseRecord:
 
 
 def _save_model(
-    model: nn.Module, tensors: ModelTensors, target: Path, save_companions: Callable[[Path], None]
+    model: nn.Module, tensors: TensorSource, target: Path, save_companions: Callable[[Path], None]
 ) -> Checkpoint:
     """Save the present weights as a model folder and open it."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     inner: Any = unwrap(model)
-    if hasattr(inner, "save_pretrained"):
+    if hasattr(inner, "save_pretrained") and ModelTensors(model).is_whole:
         inner.save_pretrained(str(target))
     else:
         write_tensors(target / "model.safetensors", tensors, durable=True)
-        atomic_write_json(target / "config.json", {"architectures": [type(inner).__name__]})
+        save_configs(inner, target)
+        _name_architecture(inner, target)
     save_companions(target)
     fsync_tree(target)
     checkpoint = open_checkpoint(target)
@@ -127,6 +129,24 @@ def _save_model(
             "this architecture yet"
         )
     return checkpoint
+
+
+def save_configs(inner: Any, folder: Path) -> None:
+    """Write a model's config.json and generation_config.json, where it has them."""
+    for part in ("config", "generation_config"):
+        held = getattr(inner, part, None)
+        if held is not None and hasattr(held, "save_pretrained"):
+            held.save_pretrained(str(folder))
+
+
+def _name_architecture(inner: nn.Module, folder: Path) -> None:
+    """See to it that config.json names the model's class, as save_pretrained does."""
+    path = folder / "config.json"
+    config = read_json(path) if path.exists() else {}
+    # fully_shard puts a class of its own in front.
+    kinds = [kind for kind in type(inner).__mro__ if not kind.__name__.startswith("FSDP")]
+    if not config.get("architectures"):
+        atomic_write_json(path, {**config, "architectures": [kinds[0].__name__]})
 
 
 def promote_pending(folder: SoupFolder) -> None:

@@ -21,11 +21,12 @@ from soupkit.errors import TrainingError
 from soupkit.export import ExportReport, export_variant
 from soupkit.family import open_family
 from soupkit.tracking import say
-from soupkit.training.base import check_fingerprint, open_base
-from soupkit.training.params import ModelTensors, unwrap
+from soupkit.training.base import check_fingerprint, open_base, save_configs
 from soupkit.training.ranks import Ranks
+from soupkit.training.served import on_zero_reading
 from soupkit.training.soup import SoupRun
 from soupkit.training.state import Snapshot
+from soupkit.training.weights import ModelTensors, unwrap
 
 
 def check_export(export: ExportConfig, base: Checkpoint, model: nn.Module) -> None:
@@ -74,9 +75,8 @@ class _SideSoup:
         return self._source(name).tensor(name)
 
 
-def final_weights(run: SoupRun) -> TensorSource:
+def final_weights(run: SoupRun, live: TensorSource) -> TensorSource:
     """What the run ends with: its live weights, or its side soup if training sees no merges."""
-    live = ModelTensors(run.store.model)
     partner = run.state.partner
     if run.config.feed_back or partner is None:
         return live
@@ -97,17 +97,17 @@ def export_run(
     """
     ranks: Ranks = run.ranks
 
-    def write() -> ExportReport:
+    def write(live: TensorSource) -> ExportReport:
         # Opened anew: the run's own is mapped, and may be of files that are no longer there.
         base = open_base(run.state.base, run.journal.folder)
         check_fingerprint(base, run.state.base)
         check_export(export, base, run.store.model)
         with tempfile.TemporaryDirectory(prefix="soupkit-") as companions:
-            _save_model_files(run.store.model, Path(companions))
+            save_configs(unwrap(run.store.model), Path(companions))
             save_companions(Path(companions))
             report = export_variant(
                 base,
-                final_weights(run),
+                final_weights(run, live),
                 family=export.family,
                 name=export.name,
                 scale=export.scale,
@@ -119,15 +119,7 @@ def export_run(
         say(f"exported to {export.family}: {report.line()}")
         return report
 
-    return ranks.on_zero(write)
-
-
-def _save_model_files(model: nn.Module, folder: Path) -> None:
-    inner: Any = unwrap(model)
-    for part in ("config", "generation_config"):
-        held = getattr(inner, part, None)
-        if held is not None and hasattr(held, "save_pretrained"):
-            held.save_pretrained(str(folder))
+    return on_zero_reading(ranks, ModelTensors(run.store.model), write)
 
 
 def _score_of(run: SoupRun) -> dict[str, Any]:

@@ -13,12 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from soupkit.delta import TensorSource
 from soupkit.errors import TrainingError
 from soupkit.tracking import say
 from soupkit.training.params import ParamStore
 from soupkit.training.ranks import Ranks
 from soupkit.training.report import MergeReport
+from soupkit.training.served import on_zero_reading
 from soupkit.training.state import Snapshot, SoupFolder, SoupState, write_tensors
+from soupkit.training.undo import InMemory, OnDisk
 
 
 class Journal:
@@ -32,6 +35,7 @@ class Journal:
         *,
         checkpoint_steps: Callable[[], Iterable[int] | None],
         resumed_at: int | None,
+        undo_in_memory: bool = False,
     ) -> None:
         """Nothing is written yet.
 
@@ -39,22 +43,26 @@ class Journal:
             checkpoint_steps: steps of the checkpoints that exist; None: unknown, keep every state.
             resumed_at: step of the checkpoint this run goes on from; what the folder holds of later
                 steps is deleted when this run writes there, no sooner. None: a new run.
+            undo_in_memory: whether weights are set aside in host memory instead of on disk.
         """
         self.folder = folder
         self._store = store
         self._ranks = ranks
         self._checkpoint_steps = checkpoint_steps
         self._resumed_at = resumed_at
+        self._undo_in_memory = undo_in_memory
 
-    def set_aside(self) -> Snapshot:
-        """Write the live weights to the undo file, which the next commit deletes; open it."""
+    def set_aside(self) -> OnDisk | InMemory:
+        """Copy the live weights, to the undo file, which the next commit deletes, or to memory."""
+        if self._undo_in_memory:
+            return self._ranks.on_each(lambda: InMemory(self._store))
 
-        def write() -> None:
+        def write(source: TensorSource) -> None:
             self._forget_later_steps()
-            write_tensors(self.folder.undo_path, self._store, durable=False)
+            write_tensors(self.folder.undo_path, source, durable=False)
 
-        self._ranks.on_zero(write)
-        return self._ranks.on_each(lambda: Snapshot(self.folder.undo_path))
+        on_zero_reading(self._ranks, self._store, write)
+        return self._ranks.on_each(lambda: OnDisk(Snapshot(self.folder.undo_path)))
 
     def captured(self, step: int) -> Snapshot:
         """The weights captured at `step`. Raises TrainingError if they are gone or damaged."""
@@ -63,15 +71,18 @@ class Journal:
     def capture(self, step: int) -> None:
         """Write the live weights as those captured at `step`; a commit at `step` must follow."""
 
-        def write() -> None:
+        def write(source: TensorSource) -> None:
             self._forget_later_steps()
-            write_tensors(self.folder.partner_path(step), self._store, durable=True)
+            write_tensors(self.folder.partner_path(step), source, durable=True)
 
-        self._ranks.on_zero(write)
+        on_zero_reading(self._ranks, self._store, write)
 
     def capture_set_aside(self, step: int) -> None:
-        """The weights that were set aside become those captured at `step`."""
-        self._ranks.on_zero(lambda: self.folder.keep_undo_as_partner(step))
+        """The weights that were set aside, and are live again, become those captured at `step`."""
+        if self._undo_in_memory:
+            self.capture(step)
+        else:
+            self._ranks.on_zero(lambda: self.folder.keep_undo_as_partner(step))
 
     def commit(self, state: SoupState, *, report: MergeReport | None = None) -> SoupState:
         """Make `state` the newest; returns it with the live weights' checksum.

@@ -40,14 +40,14 @@ def rounds(store: TensorSource, world_size: int) -> list[tuple[str, ...]]:
 
 
 def merged_weight(
-    name: str, store: ParamStore, *, base: TensorSource, partner: TensorSource, rule: MergeRule
+    name: str, current: Tensor, *, base: TensorSource, partner: TensorSource, rule: MergeRule
 ) -> tuple[Tensor, MatrixReport]:
-    """The merged value of one parameter, in its dtype and on its device, and what was done.
+    """The merged value of one parameter, in the dtype and on the device of its `current` one, and
+    what was done.
 
     Raises:
         MergeError: a weight or the result is not finite, or no decomposition was found.
     """
-    current = store.read(name)
     start = base.tensor(name).to(current.device)
     other = partner.tensor(name).to(current.device)
     deltas = (subtract(current, start, name=name), subtract(other, start, name=name))
@@ -72,30 +72,36 @@ def merge_into(
     """
     own: list[MatrixReport] = []
 
-    def share(name: str | None) -> Tensor | None:
-        if name is None:
+    def share(name: str | None, current: Tensor | None) -> Tensor | None:
+        if name is None or current is None:
             return None
-        value, report = merged_weight(name, store, base=base, partner=partner, rule=rule)
+        value, report = merged_weight(name, current, base=base, partner=partner, rule=rule)
         own.append(report)
         return value
 
     for names in rounds(store, ranks.world_size):
         mine = names[ranks.rank] if ranks.rank < len(names) else None
-        value = ranks.on_each(partial(share, mine))
+        current = _own_value(store, names, mine)
+        value = ranks.on_each(partial(share, mine, current))
+        del current
         for owner, name in enumerate(names):
-            live = store.read(name)
-            shared = value if owner == ranks.rank and value is not None else _room_for(live)
+            if owner == ranks.rank and value is not None:
+                shared = value
+            else:
+                shared = torch.empty(
+                    store.shape(name), dtype=store.dtype(name), device=store.device
+                )
             ranks.broadcast(shared, source=owner)
             store.write(name, shared)
     every = [report for reports in ranks.gather(own) for report in reports]
     return tuple(sorted(every, key=lambda report: report.name))
 
 
-def _room_for(live: Tensor) -> Tensor:
-    return torch.empty(live.shape, dtype=live.dtype, device=live.device)
-
-
-def restore(store: ParamStore, saved: TensorSource) -> None:
-    """Put saved values back, bit for bit. Local: an interrupted rank cannot wait for others."""
-    for name in store.names:
-        store.write(name, saved.tensor(name).to(store.read(name).device))
+def _own_value(store: ParamStore, names: tuple[str, ...], mine: str | None) -> Tensor | None:
+    """The present value of this rank's parameter; all ranks gather all that are sharded."""
+    own = None
+    for name in names:
+        if name == mine or not store.is_whole:
+            value = store.read(name)
+            own = value if name == mine else own
+    return own

@@ -1,145 +1,40 @@
-"""Whole weights out of a model and back, a parameter at a time: one process, DDP, DataParallel.
+"""The parameters that take part in merges: read whole, written whole, summed up in a checksum.
 
-Every rank holds all weights here, so reading is local; a writer has to give every rank the same
-value. A parameter takes part if it is floating, trainable and chosen by include/exclude; one that
-is tied counts once, under the name that its checkpoint file uses. Sharded strategies are refused by
-name: they need a store of their own, whose `read` gathers and whose `write` scatters.
+A parameter takes part if it is floating, trainable and chosen by include/exclude. Reading gathers
+one at a time where the strategy shards them; writing is local, because every rank is given the
+whole new value and takes its own part: master, low-precision copy and partition all follow.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from soupkit.delta import canonical_name, selected
+from soupkit.delta import selected
 from soupkit.errors import TrainingError
-
-# The integer type whose bits are summed, by bytes an entry.
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_QUANTISED = frozenset({"Params4bit", "Int8Params"})
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DDP, DataParallel and torch.compile wrappers, in any nesting."""
-    while True:
-        if isinstance(model, (DistributedDataParallel, DataParallel)):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
-
-
-def refuse_unsupported(model: nn.Module) -> None:
-    """Raise TrainingError, with the remedy, for a model whose weights cannot be read whole."""
-    kinds = {kind.__name__ for kind in type(model).__mro__} | {
-        kind.__name__ for module in model.modules() for kind in type(module).__mro__
-    }
-    remedy = "train it in one process or under DDP, or without soupkit"
-    if "DeepSpeedEngine" in kinds:
-        raise TrainingError(
-            f"this is a DeepSpeed engine, whose weights are not merged yet; {remedy}"
-        )
-    if kinds & {"FullyShardedDataParallel", "FSDPModule"}:
-        raise TrainingError(f"this model is sharded by FSDP, which is not merged yet; {remedy}")
-    if hasattr(unwrap(model), "peft_config") or "BaseTunerLayer" in kinds:
-        raise TrainingError(
-            "this is a PEFT model; adapters are not merged yet: train all weights (no "
-            "peft_config), or train the adapter without soupkit, merge_and_unload() it and run "
-            "`soupkit merge` on the result"
-        )
-    if getattr(unwrap(model), "is_quantized", False):
-        raise TrainingError(
-            "this model is quantised; a merge needs dense floating weights: load it without "
-            "quantization_config"
-        )
-    for name, parameter in model.named_parameters():
-        _refuse_parameter(canonical_name(name), parameter)
-
-
-def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
-    kind = type(parameter.data).__name__
-    if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
-        raise TrainingError(
-            f"{name} is held by DeepSpeed ZeRO, which is not merged yet: use DDP, or train "
-            "without soupkit"
-        )
-    if "DTensor" in {k.__name__ for k in type(parameter.data).__mro__}:
-        raise TrainingError(
-            f"{name} is a DTensor (FSDP2 or tensor parallel), which is not merged yet: use DDP"
-        )
-    if type(parameter).__name__ in _QUANTISED:
-        raise TrainingError(
-            f"{name} is quantised ({type(parameter).__name__}, {parameter.dtype}); a merge needs "
-            "dense floating weights: load the model without quantization_config"
-        )
-    if parameter.is_meta:
-        raise TrainingError(
-            f"{name} is on the meta device (offloaded or not loaded); load the model onto the "
-            "training device, without device_map offload"
-        )
-    if type(parameter.data) is not Tensor:
-        raise TrainingError(
-            f"{name} is a {kind}, not a plain tensor; load the model with dense weights"
-        )
-
-
-def _location(tensor: Tensor) -> tuple[Any, ...]:
-    """What two names of one tensor have in common."""
-    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-
-class ModelTensors:
-    """Parameters and persistent buffers of a model's checkpoint, tied ones once; a TensorSource."""
-
-    def __init__(self, model: nn.Module) -> None:
-        """Look at the live tensors of `model`."""
-        inner = unwrap(model)
-        tied = set(getattr(inner, "all_tied_weights_keys", None) or {})
-        ignored = set(getattr(inner, "_keys_to_ignore_on_save", None) or ())
-        self._tensors: dict[str, Tensor] = {}
-        self.name_at: dict[tuple[Any, ...], str] = {}
-        state = inner.state_dict()
-        # Names that are the source of a tie come first, so that they are the ones kept.
-        for stored in sorted(state, key=lambda key: (key in tied, key)):
-            tensor, name = state[stored], canonical_name(stored)
-            if stored in ignored or not isinstance(tensor, Tensor):
-                continue
-            if name in self._tensors:
-                raise TrainingError(
-                    f"two tensors of the model are both called {name} without their wrapper's "
-                    "parts; rename one of the modules"
-                )
-            if tensor.numel() and self.name_at.setdefault(_location(tensor), name) != name:
-                continue
-            self._tensors[name] = tensor
-        self.names: tuple[str, ...] = tuple(sorted(self._tensors))
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one tensor."""
-        return tuple(self._tensors[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Dtype of one tensor."""
-        return self._tensors[name].dtype
-
-    def tensor(self, name: str) -> Tensor:
-        """The tensor on the CPU in its own dtype; on a CPU model it shares the model's memory."""
-        return self._tensors[name].detach().cpu()
+from soupkit.training import fsdp
+from soupkit.training.parts import Part, Weight, sum_of_bits
+from soupkit.training.weights import (
+    ModelTensors,
+    assemble,
+    communication_device,
+    refuse_unsupported,
+    strategy_name,
+)
 
 
 class ParamStore:
-    """The parameters of a model that take part in merges; a TensorSource over them."""
+    """The parameters of a model that take part in merges; a TensorSource over their values."""
 
     def __init__(
         self, model: nn.Module, *, include: Sequence[str] = (), exclude: Sequence[str] = ()
     ) -> None:
-        """Find the parameters that take part.
+        """Find the parameters that take part. Collective where they are sharded.
 
         Raises:
             TrainingError: the model's weights cannot be merged (named with the remedy), or none
@@ -147,20 +42,28 @@ class ParamStore:
         """
         refuse_unsupported(model)
         self.model = model
-        name_at = ModelTensors(model).name_at
-        found: dict[str, nn.Parameter] = {}
-        for own_name, parameter in unwrap(model).named_parameters():
-            name = name_at.get(_location(parameter), canonical_name(own_name))
-            wanted = parameter.requires_grad and parameter.is_floating_point()
-            if wanted and selected(name, include, exclude):
-                found.setdefault(name, parameter)
-        if not found:
+        self.strategy = strategy_name(model)
+        every = ModelTensors(model)
+        self.is_whole = every.is_whole
+        self.weights: dict[str, Weight] = {
+            name: every.weights[name]
+            for name in every.names
+            if every.weights[name].is_trainable
+            and every.weights[name].dtype.is_floating_point
+            and selected(name, include, exclude)
+        }
+        self.names: tuple[str, ...] = tuple(self.weights)
+        self.has_all_trainable = all(
+            name in self.weights or not weight.is_trainable
+            for name, weight in every.weights.items()
+        )
+        if not self.names:
             raise TrainingError(
                 "no parameter takes part: none is trainable and chosen by "
                 f"include={tuple(include)}, exclude={tuple(exclude)}"
             )
-        self.parameters: dict[str, nn.Parameter] = dict(sorted(found.items()))
-        self.names: tuple[str, ...] = tuple(self.parameters)
+        if not self.is_whole:
+            self._check_coverage()
 
     @property
     def devices(self) -> set[torch.device]:
@@ -168,93 +71,149 @@ class ParamStore:
         return {parameter.device for parameter in self.model.parameters()}
 
     @property
+    def device(self) -> torch.device:
+        """Where whole values are, and are decomposed."""
+        first = self.weights[self.names[0]]
+        at = next((part.data.device for part in first.parts()), None)
+        if self.is_whole and at is not None:
+            return at
+        return communication_device(at)
+
+    @property
     def dtypes(self) -> str:
-        """The dtypes in words, as "float32" or "bfloat16 + float32"."""
-        return " + ".join(
-            sorted({str(p.dtype).removeprefix("torch.") for p in self.parameters.values()})
-        )
+        """The values' dtypes in words, as "float32" or "bfloat16 + float32"."""
+        return " + ".join(sorted({_word(weight.dtype) for weight in self.weights.values()}))
+
+    @property
+    def description(self) -> str:
+        """The dtypes, and those of the copies that follow a master."""
+        copies = {
+            _word(copy.data.dtype)
+            for weight in self.weights.values()
+            for copy in weight.copies()
+            if copy.data.dtype != weight.dtype
+        }
+        if not copies:
+            return self.dtypes
+        return f"{' + '.join(sorted(copies))} with {self.dtypes} master"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters that take part."""
-        return sum(parameter.nbytes for parameter in self.parameters.values())
+        """Bytes of all values that take part, whole."""
+        return sum(
+            math.prod(weight.shape) * weight.dtype.itemsize for weight in self.weights.values()
+        )
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Whole shape of one parameter."""
-        return tuple(self.parameters[name].shape)
+        return self.weights[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of one parameter."""
-        return self.parameters[name].dtype
+        """Dtype of one parameter's value: float32 where an optimizer keeps a float32 master."""
+        return self.weights[name].dtype
 
     def tensor(self, name: str) -> Tensor:
-        """The parameter on the CPU in its own dtype; a CPU model's shares the model's memory."""
-        return self.parameters[name].detach().cpu()
+        """The value on the CPU in its own dtype; a whole one shares the model's memory there.
+        Collective where it is sharded.
+        """
+        return self.read(name).cpu()
+
+    def parts(self, name: str) -> tuple[Part, ...]:
+        """This rank's live parts of one parameter; none where other ranks hold it."""
+        fsdp.reshard(self.model)
+        return self.weights[name].parts()
+
+    def memory(self) -> list[Tensor]:
+        """All live memory of this rank that the parameters are in: parts, then their copies."""
+        fsdp.reshard(self.model)
+        return [
+            part.data
+            for weight in self.weights.values()
+            for part in (*weight.parts(), *weight.copies())
+        ]
+
+    def assemble(
+        self, name: str, tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """The whole tensor from what each rank has for its `parts`, bit for bit. Collective where
+        it is sharded.
+
+        Args:
+            tensors: one a part of this rank, of its shape. dtype: theirs; None: the value's.
+        """
+        return assemble(self.weights[name], tensors, dtype or self.dtype(name))
 
     def read(self, name: str) -> Tensor:
-        """The live parameter where it lies, without gradient; do not write to it."""
-        return self.parameters[name].detach()
+        """The whole value on the device it is trained on; do not write to it. Collective where it
+        is sharded.
+        """
+        return self.assemble(name, [part.data for part in self.parts(name)])
 
     def write(self, name: str, value: Tensor) -> None:
-        """Overwrite one parameter in place by a value of its dtype, the same on every rank.
+        """Overwrite one parameter in place by a value of its dtype, the same on every rank. Local.
 
         Raises:
             ValueError: another dtype or shape, which would be rounded or broadcast silently.
         """
-        parameter = self.parameters[name]
-        if value.dtype != parameter.dtype or value.shape != parameter.shape:
+        weight = self.weights[name]
+        if value.dtype != weight.dtype or tuple(value.shape) != weight.shape:
             raise ValueError(
-                f"{name}: {value.dtype} {tuple(value.shape)} does not fit into {parameter.dtype} "
-                f"{tuple(parameter.shape)}"
+                f"{name}: {value.dtype} {tuple(value.shape)} does not fit into {weight.dtype} "
+                f"{weight.shape}"
             )
-        # No grad mode to put back, so an interrupt leaves none behind; autograd notices the write.
-        parameter.detach().copy_(value)
+        whole = value.detach().contiguous()
+        fsdp.reshard(self.model)
+        # Views without gradient, so that no grad mode has to be put back after an interrupt.
+        for part in (*weight.parts(), *weight.copies()):
+            part.data.copy_(part.of(whole))
+
+    def flush(self) -> None:
+        """Let the low-precision copies follow parts that were written directly. Collective where
+        parameters are sharded.
+        """
+        for name, weight in self.weights.items():
+            # On all ranks or on none: copies differ in number only, never in being there.
+            if copies := weight.copies():
+                whole = self.read(name)
+                for copy in copies:
+                    copy.data.copy_(copy.of(whole))
 
     def checksum(self) -> str:
-        """Hex digest that changes with any bit of any parameter; cheap, no guard against malice."""
-        sums = [_sum_of_bits(parameter.detach()) for parameter in self.parameters.values()]
+        """Hex digest that changes with any bit of any value; cheap, no guard against malice. Does
+        not depend on how values are sharded. Collective where they are.
+        """
+        sums = torch.stack([self._sum(name) for name in self.names])
+        if not self.is_whole:
+            sums = sums.to(communication_device(sums.device))
+            dist.all_reduce(sums)
         digest = hashlib.sha256("\n".join(self.names).encode())
-        for value in sums:
-            digest.update(int(value).to_bytes(8, "little", signed=True))
+        for value in sums.tolist():
+            digest.update(value.to_bytes(8, "little", signed=True))
         return digest.hexdigest()
 
+    def _sum(self, name: str) -> Tensor:
+        counted = [part for part in self.parts(name) if part.is_counted]
+        sums = [sum_of_bits(part, self.shape(name)).cpu() for part in counted]
+        return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64)
 
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """0-d int64: the entries' bits as integers, each row's sum times its row number, summed with
-    wrap-around.
-    """
-    if tensor.numel() == 0:
-        return torch.zeros((), dtype=torch.int64)
-    rows = tensor.reshape(
-        tensor.shape[0] if tensor.dim() > 1 else -1, *([-1] if tensor.dim() > 1 else [1])
-    )
-    bits = rows.contiguous().view(_BITS[tensor.element_size()])
-    row_sums = bits.sum(dim=1, dtype=torch.int64)
-    factors = torch.arange(1, len(row_sums) + 1, device=tensor.device) * 2 - 1
-    return (row_sums * factors).sum()
+    def _check_coverage(self) -> None:
+        """Raise TrainingError unless the ranks' counted parts make each parameter exactly once."""
+        counts = torch.tensor(
+            [
+                sum(part.data.numel() for part in self.parts(name) if part.is_counted)
+                for name in self.names
+            ],
+            device=communication_device(None),
+        )
+        dist.all_reduce(counts)
+        for name, count in zip(self.names, counts.tolist(), strict=True):
+            if count != math.prod(self.shape(name)):
+                raise TrainingError(
+                    f"{name} has {math.prod(self.shape(name))} entries, the ranks' shards have "
+                    f"{count} ({self.strategy}): this way of sharding is not supported; shard it "
+                    "over all ranks with ZeRO or FSDP2"
+                )
 
 
-def innermost(optimizer: Any) -> Any:
-    """The optimizer inside wrappers such as accelerate's."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def reset_moments(optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:
-    """Let the optimizer forget its state of `parameters`, as before its first step."""
-    inner = innermost(optimizer)
-    chosen = set(map(id, parameters))
-    for group in inner.param_groups:
-        for parameter in group["params"]:
-            state = inner.state.get(parameter)
-            if not state or id(parameter) not in chosen:
-                continue
-            if isinstance(inner, torch.optim.Adagrad):
-                # The only one of torch that makes its state when it is built, and needs it.
-                state["sum"].fill_(group["initial_accumulator_value"])
-                state["step"].zero_()
-            else:
-                # Not zeroed: zero is no start for step sizes (Rprop, ASGD) or for copies of weights
-                # (schedule-free ones). A state that is gone is made anew by the next step.
-                del inner.state[parameter]
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

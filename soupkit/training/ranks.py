@@ -66,6 +66,16 @@ class Ranks:
         values = self.gather(value)
         return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
 
+    def tell(self, value: str | None) -> None:
+        """From rank 0, to every other rank, which must be in `told`."""
+        dist.broadcast_object_list([value], src=0)
+
+    def told(self) -> str | None:
+        """What rank 0 tells, on every other rank."""
+        box: list[str | None] = [None]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
     def on_zero(self, act: Callable[[], T]) -> T:
         """Run `act` on rank 0; every rank returns its (picklable) result or raises its error."""
         if self.world_size == 1:

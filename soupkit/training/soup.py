@@ -26,11 +26,13 @@ from soupkit.training.base import check_untouched, file_stamp
 from soupkit.training.guards import evaluation_mode, held_interrupts, preserved_rng
 from soupkit.training.journal import Journal
 from soupkit.training.judge import Judge
-from soupkit.training.merging import merge_into, restore
-from soupkit.training.params import ParamStore, reset_moments
+from soupkit.training.merging import merge_into
+from soupkit.training.moments import reset_moments
+from soupkit.training.params import ParamStore
 from soupkit.training.ranks import Ranks
 from soupkit.training.report import MergeReport
 from soupkit.training.state import Partner, Snapshot, SoupState
+from soupkit.training.undo import InMemory, OnDisk
 
 REFUSALS_BEFORE_ADVICE = 3
 
@@ -82,7 +84,7 @@ class SoupRun:
         self._metric_name = metric_name
         self._base_stamp = file_stamp(base)
         self._judge = Judge(
-            feed_back=config.feed_back,
+            feed_back=bool(config.feed_back),
             is_gated=self._evaluate is not None,
             greater_is_better=config.greater_is_better,
         )
@@ -184,7 +186,7 @@ class SoupRun:
             # weights, not half of new ones, nor new ones that the state knows nothing of.
             if self.state is former:
                 with held_interrupts():
-                    restore(self.store, saved)
+                    saved.restore(self.store)
             raise
         self._tell(report)
         return report
@@ -228,7 +230,7 @@ class SoupRun:
         partner: Partner,
         metric: float | None,
         *,
-        saved: Snapshot,
+        saved: OnDisk | InMemory,
         before: str,
     ) -> None:
         """Keep or undo the merge that stands in the live weights; capture the best; commit."""
@@ -239,7 +241,7 @@ class SoupRun:
         if chosen is not None and not from_undo:
             self.journal.capture(chosen.step)
         if not stays:
-            self.ranks.on_each(lambda: self._undo(saved, before))
+            self._undo(saved, before)
         if chosen is not None and from_undo:
             self.journal.capture_set_aside(chosen.step)
         refused = 0 if report.accepted else self.state.refused_in_a_row + 1
@@ -253,14 +255,14 @@ class SoupRun:
         )
         self._commit(state, report=report)
         if stays and self.config.optimizer_state == "reset":
-            reset_moments(self._optimizer, list(self.store.parameters.values()))
+            reset_moments(self.store, self._optimizer)
 
-    def _undo(self, saved: Snapshot, before: str) -> None:
-        restore(self.store, saved)
-        if self.store.checksum() != before:
+    def _undo(self, saved: OnDisk | InMemory, before: str) -> None:
+        self.ranks.on_each(lambda: saved.restore(self.store))
+        if any(self.ranks.gather(self.store.checksum() != before)):
             raise TrainingError(
-                "the weights after the undo are not those before the merge: the undo file "
-                f"{saved.path} was changed meanwhile; resume from a checkpoint"
+                "the weights after the undo are not those before the merge: what was set aside in "
+                f"{saved.place} was changed meanwhile; resume from a checkpoint"
             )
 
     def _commit(self, state: SoupState, *, report: MergeReport | None = None) -> None:

@@ -28,10 +28,13 @@ from soupkit.training.base import (
 )
 from soupkit.training.claim import claim
 from soupkit.training.journal import Journal, agreed_checksum
+from soupkit.training.moments import check_reset
 from soupkit.training.params import ParamStore
 from soupkit.training.ranks import Ranks
+from soupkit.training.served import on_zero_reading
 from soupkit.training.soup import SoupRun
 from soupkit.training.state import BaseRecord, Snapshot, SoupFolder, SoupState
+from soupkit.training.weights import ModelTensors
 
 
 class Preparation:
@@ -69,25 +72,28 @@ class Preparation:
 
     def describe(self) -> str:
         """One line: strategy, ranks, tensors, dtype."""
-        strategy = "DDP" if self.ranks.world_size > 1 else "one process"
         config = self.config
         kept = f", energy {config.energy:g}" if config.energy is not None else ""
         kept = f", rank {config.rank}" if config.rank is not None else kept
         return (
-            f"{strategy}, ranks: {self.ranks.world_size}, tensors: {len(self.store.names)}, "
-            f"{self.store.dtypes}; {config.method}{kept} every {config.merge_every_n_steps} "
+            f"{self.store.strategy}, ranks: {self.ranks.world_size}, "
+            f"tensors: {len(self.store.names)}, {self.store.description}; "
+            f"{config.method}{kept} every {config.merge_every_n_steps} "
             f"steps, gate {config.gate}"
         )
 
     def find_base(self) -> BaseRecord:
         """Decide the base from the present weights, which must be those of step 0."""
-        self._record = self.ranks.on_zero(
-            lambda: find_base(
+        self._record = on_zero_reading(
+            self.ranks,
+            ModelTensors(self.store.model),
+            lambda tensors: find_base(
                 self.store.model,
+                tensors,
                 self.folder,
                 given=self.given_base,
                 save_companions=self.save_companions,
-            )
+            ),
         )
         return self._record
 
@@ -113,6 +119,8 @@ class Preparation:
             TrainingError: nothing is known of the base, or state and weights do not belong
                 together.
         """
+        if self.config.optimizer_state == "reset":
+            check_reset(self.store, optimizer)
         state = self._fresh() if step == 0 else self._resumed(step, check_weights)
         base = open_base(state.base, self.folder)
         if step > 0:
@@ -124,6 +132,7 @@ class Preparation:
             self.ranks,
             checkpoint_steps=checkpoint_steps,
             resumed_at=step if step > 0 else None,
+            undo_in_memory=self.config.undo == "memory",
         )
         has_writer = logdir is not None and self.ranks.is_zero
         return SoupRun(
@@ -165,6 +174,7 @@ class Preparation:
         elif self.given_base is not None:
             state = self._with_given_base(state)
         known = state.step == step and state.dtypes == self.store.dtypes
+        # All ranks enter the checksum, and all find the same.
         if check_weights and known and state.weights != self.store.checksum():
             raise TrainingError(
                 f"the weights resumed at step {step} are not those of "

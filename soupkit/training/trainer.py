@@ -98,7 +98,7 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
         self._companions = _companions_of(kwargs.get("processing_class"))
         step, output_dir = int(state.global_step), Path(args.output_dir)
         preparation = Preparation(
-            trainer.model,
+            trainer.model_wrapped,
             self.config,
             output_dir=output_dir,
             base=self.base,
@@ -209,16 +209,11 @@ def _refuse_trainer(trainer: Trainer, config: SoupConfig) -> None:
             f"the Trainer has {len(others)} SoupCallbacks, which would merge and write over each "
             "other: keep one"
         )
-    for flag, strategy in (
-        ("is_deepspeed_enabled", "DeepSpeed"),
-        ("is_fsdp_enabled", "FSDP"),
-        ("is_fsdp_xla_enabled", "FSDP on XLA"),
-    ):
-        if getattr(trainer, flag, False):
-            raise TrainingError(
-                f"this run uses {strategy}, whose sharded weights are not merged yet: train in "
-                "one process or under DDP, or without SoupCallback"
-            )
+    if getattr(trainer, "is_fsdp_xla_enabled", False):
+        raise TrainingError(
+            "this run uses FSDP on XLA, whose sharded weights are not merged; use FSDP2 on GPUs, "
+            "or train without SoupCallback"
+        )
     if config.gate == "metric" and config.greater_is_better:
         raise ValueError(
             'greater_is_better=True with gate="metric": SoupCallback scores a loss, where less '

@@ -1,0 +1,199 @@
+"""Weights that PyTorch shards: DTensor (FSDP2, tensor parallel) and the flat parameters of FSDP1.
+
+Both keep what the optimizer steps on as this rank's shard; a forward gathers it and rounds it to
+the compute dtype. A forward that no backward follows may leave gathered copies behind, which would
+go on with old weights: `reshard` drops them before anything is read or written.
+
+FSDP1 is read through its handles (`_flat_param.py` of torch 2.6 to 2.13): `_shard_param_infos`,
+`_local_shard`, `_fqns`, `_shapes`; its public way, summon_full_params, gathers a whole unit for
+each of its parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from soupkit.errors import TrainingError
+from soupkit.training.parts import Part, flat_part
+
+
+def _is_a(value: object, kind: str) -> bool:
+    """Whether a class of that name is among the value's; without importing it."""
+    return any(found.__name__ == kind for found in type(value).__mro__)
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether `tensor`, or a parameter's data, is a DTensor."""
+    return _is_a(tensor, "DTensor") or (
+        isinstance(tensor, Tensor) and _is_a(tensor.data, "DTensor")
+    )
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Whether `module` is a FullyShardedDataParallel."""
+    return _is_a(module, "FullyShardedDataParallel")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sharded:
+    """A DTensor: a box of the whole, uneven ones and several mesh axes included."""
+
+    tensor: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See Weight."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See Weight."""
+        dtype: torch.dtype = self.tensor.dtype
+        return dtype
+
+    @property
+    def is_trainable(self) -> bool:
+        """See Weight."""
+        return bool(self.tensor.requires_grad)
+
+    def owners(self) -> tuple[Tensor, ...]:
+        """See Weight."""
+        return (self.tensor,)
+
+    def parts(self) -> tuple[Part, ...]:
+        """See Weight."""
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        mesh, placements = self.tensor.device_mesh, self.tensor.placements
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            return ()
+        local = self.tensor.detach().to_local()
+        _, start = compute_local_shape_and_global_offset(self.tensor.shape, mesh, placements)
+        # An empty box may be said to start behind the end.
+        corner = tuple(min(int(at), length) for at, length in zip(start, self.shape, strict=True))
+        is_counted = all(
+            at == 0 for at, placement in zip(coordinate, placements, strict=True)
+            if placement.is_replicate()
+        )  # fmt: skip
+        return (Part(local, self.shape, corner, is_counted),)
+
+    def copies(self) -> tuple[Part, ...]:
+        """See Weight."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flat:
+    """One original parameter inside a flat parameter of FSDP1: a range of it, or none."""
+
+    handle: Any
+    index: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See Weight."""
+        return tuple(self.handle.flat_param._shapes[self.index])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See Weight."""
+        dtype: torch.dtype = self._shard.dtype
+        return dtype
+
+    @property
+    def is_trainable(self) -> bool:
+        """See Weight."""
+        return bool(self.owners()[0].requires_grad)
+
+    def owners(self) -> tuple[Tensor, ...]:
+        """See Weight."""
+        flat = self.handle.flat_param
+        # use_orig_params=False: the optimizer knows the flat parameter only.
+        original = getattr(flat, "_params", None)
+        return (flat,) if original is None else (original[self.index],)
+
+    @property
+    def _shard(self) -> Tensor:
+        flat = self.handle.flat_param
+        # Before the first forward there is no `_local_shard`; the data are the shard.
+        shard: Tensor = getattr(flat, "_local_shard", flat.data)
+        return shard.detach()
+
+    def parts(self) -> tuple[Part, ...]:
+        """See Weight."""
+        info = self.handle.flat_param._shard_param_infos[self.index]
+        if not info.in_shard:
+            return ()
+        data = self._shard[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
+        is_counted = self.handle.uses_sharded_strategy or dist.get_rank() == 0
+        return (
+            flat_part(
+                data,
+                start=info.intra_param_start_idx,
+                numel=math.prod(self.shape),
+                is_counted=is_counted,
+            ),
+        )
+
+    def copies(self) -> tuple[Part, ...]:
+        """See Weight."""
+        return ()
+
+
+def fsdp1_weights(model: nn.Module) -> Iterator[tuple[str, Flat]]:
+    """(dotted name with wrapper parts, weight) of every parameter in FSDP1 units below `model`."""
+    for prefix, module in model.named_modules():
+        handle: Any = getattr(module, "_handle", None)
+        if not is_fsdp1(module) or handle is None:
+            continue
+        for index, name in enumerate(handle.flat_param._fqns):
+            yield (f"{prefix}.{name}" if prefix else name), Flat(handle, index)
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop the gathered copies that a forward without a backward has left behind. Local."""
+    for module in model.modules():
+        if _is_a(module, "FSDPModule"):
+            module.reshard()  # type: ignore[operator]
+        elif is_fsdp1(module):
+            handle: Any = getattr(module, "_handle", None)
+            if handle is not None and not handle.is_sharded(handle.flat_param):
+                from torch.distributed.fsdp._runtime_utils import _reshard
+
+                _reshard(module, handle, True)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def strategy_name(model: nn.Module) -> str | None:
+    """ "FSDP2", "FSDP1" or "DTensor"; None where nothing is sharded by PyTorch."""
+    modules = list(model.modules())
+    if any(_is_a(module, "FSDPModule") for module in modules):
+        return "FSDP2"
+    if any(map(is_fsdp1, modules)):
+        return "FSDP1"
+    return "DTensor" if any(map(is_dtensor, model.parameters())) else None
+
+
+def refuse_fsdp1(module: Any) -> None:
+    """Raise TrainingError for a way of sharding whose parts are not known here."""
+    handle = getattr(module, "_handle", None)
+    strategy = getattr(getattr(module, "sharding_strategy", None), "name", "")
+    if strategy.startswith(("HYBRID", "_HYBRID")):
+        raise TrainingError(
+            f"FSDP1 with {strategy} is not merged; use FSDP2 (fully_shard), or FULL_SHARD"
+        )
+    if handle is not None and not hasattr(handle.flat_param, "_shard_param_infos"):
+        raise TrainingError("FSDP1 of this torch keeps no record of its shards; use FSDP2")
+
+
+def refuse_dtensor(name: str, tensor: Any) -> None:
+    """Raise TrainingError for a DTensor whose ranks hold partial sums."""
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise TrainingError(f"{name} is a DTensor of partial sums, which is no weight to merge")

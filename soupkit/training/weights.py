@@ -1,0 +1,222 @@
+"""The weights of a model by the names of its checkpoint, under whatever trains it.
+
+One process, DDP, DataParallel, torch.compile, DeepSpeed, FSDP1 and 2, tensor parallel: the strategy
+is found from the model itself, so what is printed is what is in force. A weight that is tied counts
+once, under the name that its checkpoint file uses. What cannot be read whole is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from soupkit.delta import canonical_name
+from soupkit.errors import TrainingError
+from soupkit.training import fsdp, zero
+from soupkit.training.parts import Weight, Whole
+
+_QUANTISED = frozenset({"Params4bit", "Int8Params"})
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DDP, DataParallel, DeepSpeed, FSDP1 and torch.compile, in any nesting."""
+    while True:
+        if (
+            isinstance(model, (DistributedDataParallel, DataParallel))
+            or zero.is_engine(model)
+            or fsdp.is_fsdp1(model)
+        ):
+            inner: Any = model.module
+            model = inner
+        elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
+            model = compiled
+        else:
+            return model
+
+
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside wrappers such as accelerate's and DeepSpeed's."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def strategy_name(model: nn.Module) -> str:
+    """What trains the model, as people call it: "one process", "DDP", "ZeRO-3", "FSDP2", ..."""
+    sharded = zero.strategy_name(model) or fsdp.strategy_name(model)
+    if sharded is not None:
+        return sharded
+    return "DDP" if dist.is_initialized() and dist.get_world_size() > 1 else "one process"
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Raise TrainingError, with the remedy, for a model whose weights cannot be read whole."""
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    for module in model.modules():
+        if zero.is_engine(module):
+            zero.refuse_engine(module)
+        if fsdp.is_fsdp1(module):
+            fsdp.refuse_fsdp1(module)
+    if hasattr(unwrap(model), "peft_config") or "BaseTunerLayer" in kinds:
+        raise TrainingError(
+            "this is a PEFT model; adapters are not merged yet: train all weights (no "
+            "peft_config), or train the adapter without soupkit, merge_and_unload() it and run "
+            "`soupkit merge` on the result"
+        )
+    if getattr(unwrap(model), "is_quantized", False):
+        raise TrainingError(
+            "this model is quantised; a merge needs dense floating weights: load it without "
+            "quantization_config"
+        )
+    for name, parameter in model.named_parameters():
+        _refuse_parameter(canonical_name(name), parameter)
+
+
+def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
+    if zero.is_held(parameter):
+        zero.refuse_parameter(name, parameter)
+        return
+    if fsdp.is_dtensor(parameter):
+        fsdp.refuse_dtensor(name, parameter)
+        return
+    if type(parameter).__name__ in _QUANTISED:
+        raise TrainingError(
+            f"{name} is quantised ({type(parameter).__name__}, {parameter.dtype}); a merge needs "
+            "dense floating weights: load the model without quantization_config"
+        )
+    if parameter.is_meta:
+        raise TrainingError(
+            f"{name} is on the meta device (offloaded or not loaded); load the model onto the "
+            "training device, without device_map offload"
+        )
+    kind = type(parameter.data)
+    if kind is not Tensor and kind.__name__ != "FlatParameter":
+        raise TrainingError(
+            f"{name} is a {kind.__name__}, not a plain tensor; load the model with dense weights"
+        )
+
+
+class ModelTensors:
+    """Parameters and persistent buffers of a model's checkpoint, tied ones once; a TensorSource.
+
+    Reading a tensor is collective unless `is_whole`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Look at the live weights of `model`."""
+        fsdp.reshard(model)
+        inner = unwrap(model)
+        tied = set(getattr(inner, "all_tied_weights_keys", None) or {})
+        ignored = set(getattr(inner, "_keys_to_ignore_on_save", None) or ())
+        self.weights: dict[str, Weight] = {}
+        seen: dict[Any, str] = {}
+        found = {canonical_name(name): (name, *rest) for name, *rest in _named_weights(model)}
+        # Names that are the source of a tie come first, so that they are the ones kept.
+        for name in sorted(found, key=lambda key: (key in tied, key)):
+            _, weight, identity = found[name]
+            if name in ignored or seen.setdefault(identity, name) != name:
+                continue
+            self.weights[name] = weight
+        self.names: tuple[str, ...] = tuple(sorted(self.weights))
+        self.is_whole = all(isinstance(weight, Whole) for weight in self.weights.values())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor."""
+        return self.weights[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of one tensor's value: float32 where an optimizer keeps a float32 master."""
+        return self.weights[name].dtype
+
+    def tensor(self, name: str) -> Tensor:
+        """The value on the CPU in its own dtype; a whole one shares the model's memory there."""
+        weight = self.weights[name]
+        return assemble(weight, [part.data for part in weight.parts()], weight.dtype).cpu()
+
+
+def _named_weights(model: nn.Module) -> Iterator[tuple[str, Weight, Any]]:
+    """(dotted name, weight, what two names of one weight have in common)."""
+    flat = {canonical_name(name): weight for name, weight in fsdp.fsdp1_weights(model)}
+    if not flat:
+        inner = unwrap(model)
+        engine = next(filter(zero.is_engine, model.modules()), None)
+        masters = {} if engine is None else zero.masters(engine)
+        names: dict[str, str] = {}
+        for name, tensor in inner.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, Tensor):
+                continue
+            other = names.setdefault(canonical_name(name), name)
+            if other != name:
+                raise TrainingError(
+                    f"two tensors of the model are both called {canonical_name(name)} without "
+                    "their wrapper's parts; rename one of the modules"
+                )
+            yield name, _weight(tensor, masters), _identity(tensor)
+        return
+    for name, weight in flat.items():
+        yield name, weight, (id(weight.handle), weight.index)
+    for name, tensor in (*model.named_parameters(), *_persistent_buffers(model)):
+        if canonical_name(name) not in flat and not name.endswith("_flat_param"):
+            yield name, _weight(tensor, {}), _identity(tensor)
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def _weight(tensor: Tensor, masters: dict[int, Tensor]) -> Weight:
+    if zero.is_held(tensor):
+        return zero.zero_weight(tensor)
+    if fsdp.is_dtensor(tensor):
+        return fsdp.Sharded(tensor)
+    return Whole(tensor, masters.get(id(tensor)))
+
+
+def _identity(tensor: Tensor) -> Any:
+    """What two names of one weight have in common."""
+    if zero.is_held(tensor) or fsdp.is_dtensor(tensor) or tensor.numel() == 0:
+        return id(tensor)
+    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def assemble(weight: Weight, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The whole tensor, bit for bit, from what each rank has for its parts. Collective if sharded.
+
+    Args:
+        tensors: one for each of this rank's `weight.parts()`, of its shape, all of `dtype`.
+
+    Returns:
+        The whole on the device that ranks communicate on; the one tensor itself where a rank holds
+        all.
+    """
+    if isinstance(weight, Whole):
+        return tensors[0]
+    parts = weight.parts()
+    device = communication_device(tensors[0].device if tensors else None)
+    whole = torch.zeros(weight.shape, dtype=dtype, device=device)
+    for part, tensor in zip(parts, tensors, strict=True):
+        if part.is_counted:
+            part.of(whole).copy_(tensor)
+    if whole.numel():
+        # As integers: a sum of floats with zeros would turn -0.0 into 0.0.
+        wide = {4: torch.int32, 8: torch.int64}.get(whole.element_size(), torch.uint8)
+        dist.all_reduce(whole.view(-1).view(wide))
+    return whole
+
+
+def communication_device(at: torch.device | None) -> torch.device:
+    """Where ranks exchange a tensor that lies at `at`: there, unless their backend cannot."""
+    backend = str(dist.get_backend()).lower()
+    if "gloo" in backend or "mpi" in backend:
+        return at or torch.device("cpu")
+    if at is not None and at.type != "cpu":
+        return at
+    return torch.device("cuda", torch.cuda.current_device())
