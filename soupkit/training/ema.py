@@ -31,8 +31,8 @@ def decay_of_update(most: float, num_updates: int) -> float:
 def move_towards(pairs: Sequence[tuple[Tensor, Tensor]], *, share: float) -> None:
     """mine += share (live - mine) for pairs (mine, live) of equal shapes, in the dtype of mine.
 
-    Three plain operations: a fused one rounds differently in the tail of a vector, so the result
-    would depend on how weights are sharded.
+    Plain operations, each rounded once: a fused one may round differently on another device, or at
+    the end of a vector, and the result would depend on how weights are sharded.
     """
     kinds = dict.fromkeys((mine.device, mine.dtype) for mine, _ in pairs)
     for device, dtype in kinds:

@@ -164,11 +164,19 @@ def reshard(model: nn.Module) -> None:
         if _is_a(module, "FSDPModule"):
             module.reshard()  # type: ignore[operator]
         elif is_fsdp1(module):
-            handle: Any = getattr(module, "_handle", None)
-            if handle is not None and not handle.is_sharded(handle.flat_param):
-                from torch.distributed.fsdp._runtime_utils import _reshard
+            _reshard_unit(module)
 
-                _reshard(module, handle, True)  # type: ignore[no-untyped-call, unused-ignore]
+
+def _reshard_unit(unit: Any) -> None:
+    """The same for one unit of FSDP1, whose outermost one keeps its gathered copy."""
+    handle = getattr(unit, "_handle", None)
+    # Without `_local_shard` no forward has been.
+    if handle is None or not hasattr(handle.flat_param, "_local_shard"):
+        return
+    if handle.uses_sharded_strategy and not handle.needs_unshard():
+        from torch.distributed.fsdp._runtime_utils import _reshard
+
+        _reshard(unit, handle, True)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def strategy_name(model: nn.Module) -> str | None:
