@@ -33,6 +33,7 @@ ONLY_IN = {
     "accelerate": {"soupkit/training/accelerate.py"},
     "peft": set(),
     "deepspeed": set(),
+    "matplotlib": {"soupkit/tracking.py"},
     "fastapi": {"soupkit/serving/app.py"},
     "uvicorn": {"soupkit/serving/server.py"},
     "prometheus_client": {"soupkit/serving/metrics.py"},
