@@ -126,7 +126,7 @@ def test_merged_weights_are_those_of_merge_and_unload(tied: bool) -> None:
 
 
 def test_every_kind_of_layer_is_flattened_and_put_back() -> None:
-    """TB84 and the issue's list: convolutions of all sizes, embeddings, transformers' Conv1D."""
+    """TB74 and the issue's list: convolutions of all sizes, embeddings, transformers' Conv1D."""
     model = adapted(Mixed(), MIXED)
     units = units_by_name(model)
     assert {name.removesuffix(".weight"): unit.kind for name, unit in units.items()} == {
