@@ -128,13 +128,8 @@ def merge_pairs(
         floor = max(_ZERO * float(done.values[0]), ROUNDING * max(norms))
         kept = min(rank, int((done.values > floor).sum()))
         if any(norms) or rank != first.rank:
-            beta, alpha = nearest_factors(
-                done.left[:, :kept] * math.copysign(1.0, first.scale),
-                done.values[:kept] / abs(first.scale),
-                done.right[:, :kept],
-                own_b=_resized(betas[0], rank),
-                own_a=_resized(alphas[0], rank).T,
-            )
+            own = _resized(betas[0], rank), _resized(alphas[0], rank).T
+            beta, alpha = _in_gauge_of(own, done, kept, first.scale)
             b = (basis_b @ beta.to(basis_b.device)).float()
             a = (alpha.to(basis_a.device) @ basis_a.T).float()
         else:
@@ -195,6 +190,19 @@ def _decompose(core: Tensor) -> _Core:
     image, vectors = image[:, order], vectors[:, order]
     unit = image / torch.where(values > 0, values, torch.ones_like(values))
     return _Core(unit, values, vectors, solver) if is_tall else _Core(vectors, values, unit, solver)
+
+
+def _in_gauge_of(
+    own: tuple[Tensor, Tensor], done: _Core, kept: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Factors of the core's first `kept` triplets over `scale`, near the own (beta, alpha^T)."""
+    return nearest_factors(
+        done.left[:, :kept] * math.copysign(1.0, scale),
+        done.values[:kept] / abs(scale),
+        done.right[:, :kept],
+        own_b=own[0],
+        own_a=own[1],
+    )
 
 
 def _merge_cores(
