@@ -17,7 +17,7 @@ from torch import Tensor
 
 from soupkit.config import check_count, check_share
 from soupkit.numeric import check_finite, full_precision, squared_norm
-from soupkit.solvers import ROUNDING, exact, leading
+from soupkit.solvers import ROUNDING, Leading, exact, leading
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +50,17 @@ class TruncatedSVD:
             return 1.0
         return min(1.0, float(self.singular_values.square().sum()) / self.total_energy)
 
+    @property
+    def short_side(self) -> Tensor:
+        """The singular vectors of the short side (V_r if m >= n, else U_r), orthonormal, float32
+        [short side, r]; a `start` for `truncated_svd` of a matrix near this one."""
+        if self.left.shape[0] >= self.right.shape[1]:
+            return self.right.T
+        # Columns of left are orthogonal; QR makes up for those of length 0.
+        with full_precision(self.left):
+            basis: Tensor = torch.linalg.qr(self.left).Q
+            return basis
+
     def matrix(self) -> Tensor:
         """T_r(A), float32 [m, n]."""
         with full_precision(self.left):
@@ -66,7 +77,12 @@ class Spectrum:
 
 
 def truncated_svd(
-    matrix: Tensor, *, rank: int | None = None, energy: float | None = None, seed: int = 0
+    matrix: Tensor,
+    *,
+    rank: int | None = None,
+    energy: float | None = None,
+    seed: int = 0,
+    start: Tensor | None = None,
 ) -> TruncatedSVD:
     """The best approximation of `matrix` of a rank, or of the least rank that keeps a share of the
     energy.
@@ -76,10 +92,15 @@ def truncated_svd(
         rank: triplets to keep, >= 0; clamped to min(m, n). One of rank and energy.
         energy: share of ||matrix||_F^2 to keep, in (0, 1].
         seed: of the sketch; the same seed gives the same bits with the same number of threads.
+        start: [min(m, n), k], floating, finite: a guess of the leading singular vectors of the
+            short side (right ones if m >= n), best first; need not be orthonormal, any k. Makes a
+            float32 matrix with a long short side cheaper, the better it is; never less accurate.
+            Only with rank.
     Returns:
         A TruncatedSVD on matrix's device.
     Raises:
-        ValueError: not a floating matrix, or not exactly one of rank and energy.
+        ValueError: not a floating matrix, not exactly one of rank and energy, or a start of
+            another length.
         MergeError: an entry is not finite, or every solver failed.
     """
     if (rank is None) == (energy is None):
@@ -89,21 +110,36 @@ def truncated_svd(
     if energy is not None:
         check_share("energy", energy, one_allowed=True)
     scaled, exponent = _scaled(matrix)
+    if start is not None:
+        start = _checked_start(start, scaled, energy)
     with full_precision(scaled):
         total = squared_norm(scaled)
         tall = scaled if scaled.shape[0] >= scaled.shape[1] else scaled.T
         kept = min(tall.shape[1], tall.shape[1] if rank is None else rank)
         if total == 0.0 or kept == 0:
-            vectors, solver = (
-                torch.eye(tall.shape[1], 0 if rank is None else kept, device=tall.device),
-                "none",
-            )
+            columns = 0 if rank is None else kept
+            eye = torch.eye(tall.shape[1], columns, device=tall.device)
+            found = Leading(eye, None, "none")
         elif energy is None:
-            vectors, solver = leading(tall, kept, total, seed)
+            found = leading(tall, kept, total, seed, start)
         else:
             squares, every, solver = exact(tall)
-            vectors = every[:, : _rank_for(energy, squares)]
-        return _assemble(scaled, vectors.to(scaled.dtype), exponent, total, solver)
+            found = Leading(every[:, : _rank_for(energy, squares)], None, solver)
+        return _assemble(scaled, found, exponent, total)
+
+
+def _checked_start(start: Tensor, matrix: Tensor, energy: float | None) -> Tensor:
+    """`start` on the matrix's device; raises as `truncated_svd` says."""
+    short = min(matrix.shape)
+    if start.ndim != 2 or start.shape[0] != short or not start.is_floating_point():
+        raise ValueError(
+            f"start is {start.dtype} {tuple(start.shape)}: a matrix {tuple(matrix.shape)} needs "
+            f"floating columns [{short}, k]"
+        )
+    if energy is not None:
+        raise ValueError("start= with energy=: every singular value is needed; leave start out")
+    check_finite("start", start)
+    return start.detach().to(matrix.device)
 
 
 def spectrum(matrix: Tensor) -> Spectrum:
@@ -166,16 +202,17 @@ def _rank_for(energy: float, squares: Tensor) -> int:
     return min(int(torch.searchsorted(cumulative, wanted)) + 1, squares.numel())
 
 
-def _assemble(
-    scaled: Tensor, vectors: Tensor, exponent: int, total: float, solver: str
-) -> TruncatedSVD:
+def _assemble(scaled: Tensor, found: Leading, exponent: int, total: float) -> TruncatedSVD:
     """TruncatedSVD from the leading vectors [p, r] of the short side of `scaled`."""
-    if scaled.shape[0] >= scaled.shape[1]:
-        left, right = scaled @ vectors, vectors.T
+    vectors = found.vectors.to(scaled.dtype)
+    is_tall = scaled.shape[0] >= scaled.shape[1]
+    image = found.image if found.image is not None else (scaled if is_tall else scaled.T) @ vectors
+    if is_tall:
+        left, right = image, vectors.T
     else:
         # Columns of A^T U are orthogonal, so R is diagonal up to rounding; Q stays orthonormal
         # where a value is 0.
-        q, r = torch.linalg.qr(scaled.T @ vectors)
+        q, r = torch.linalg.qr(image)
         left, right = vectors @ r.T, q.T
     values = torch.linalg.vector_norm(left, dim=0, dtype=torch.float64)
     left = _unscaled(left, exponent).float()
@@ -185,5 +222,5 @@ def _assemble(
         right=right.float().contiguous(),
         singular_values=_unscaled(values.sort(descending=True).values, exponent),
         total_energy=total * 4.0**exponent,
-        solver=solver,
+        solver=found.solver,
     )
