@@ -27,12 +27,13 @@ LAYER = {
 ONLY_IN = {
     "transformers": {
         "soupkit/training/trainer.py",
+        "soupkit/bench/strategy.py",
         "soupkit/serving/engine.py",
         "soupkit/serving/pretrained.py",
     },
     "accelerate": {"soupkit/training/accelerate.py"},
     "peft": set(),
-    "deepspeed": set(),
+    "deepspeed": {"soupkit/bench/strategy.py"},
     "matplotlib": {"soupkit/tracking.py"},
     "fastapi": {"soupkit/serving/app.py"},
     "uvicorn": {"soupkit/serving/server.py"},

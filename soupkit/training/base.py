@@ -21,8 +21,14 @@ from soupkit.delta import TensorSource
 from soupkit.errors import CheckpointError, MergeError, TrainingError
 from soupkit.files import atomic_write_json, fsync_path, fsync_tree, read_json
 from soupkit.tracking import say
+from soupkit.training.checkpoint_tensors import checkpoint_model
+from soupkit.training.params import ParamStore
+from soupkit.training.peft import is_peft
 from soupkit.training.state import BaseRecord, SoupFolder, write_tensors
-from soupkit.training.weights import ModelTensors, unwrap
+from soupkit.training.weights import ModelTensors
+
+# Of a run that has no dense base and needs none: LoRA factors are merged without.
+NO_BASE = BaseRecord(path=None, revision=None, fingerprint="")
 
 
 def equal_weights(checkpoint: TensorSource, model: TensorSource) -> bool:
@@ -95,7 +101,7 @@ def _absolute(path: str | Path) -> str:
 
 def _loaded_from(model: nn.Module) -> tuple[str, str | None]:
     """(folder or hub id, commit) that the model's config names; ("", None) where it names none."""
-    config: Any = getattr(unwrap(model), "config", None)
+    config: Any = getattr(checkpoint_model(model), "config", None)
     name = str(getattr(config, "_name_or_path", None) or "")
     if not name or Path(name).is_dir():
         return (_absolute(name) if name else ""), None
@@ -112,8 +118,8 @@ def _save_model(
     """Save the present weights as a model folder and open it."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
-    inner: Any = unwrap(model)
-    if hasattr(inner, "save_pretrained") and ModelTensors(model).is_whole:
+    inner: Any = checkpoint_model(model)
+    if hasattr(inner, "save_pretrained") and ModelTensors(model).is_whole and not is_peft(model):
         inner.save_pretrained(str(target))
     else:
         write_tensors(target / "model.safetensors", tensors, durable=True)
@@ -158,12 +164,17 @@ def promote_pending(folder: SoupFolder) -> None:
         say(f"no folder holds the step-0 weights; they are saved as the base in {folder.base_path}")
 
 
-def open_base(record: BaseRecord, folder: SoupFolder) -> Checkpoint:
+def open_base(record: BaseRecord, folder: SoupFolder) -> Checkpoint | None:
     """Open the recorded base. On every rank.
+
+    Returns:
+        None where the run has none: an adapter on a quantised model.
 
     Raises:
         TrainingError: it is gone or cannot be read.
     """
+    if record == NO_BASE:
+        return None
     path = folder.base_path if record.path is None else record.path
     try:
         return open_checkpoint(path, record.revision)
@@ -204,10 +215,12 @@ def check_untouched(base: Checkpoint, stamp: Stamp) -> None:
         )
 
 
-def check_base(base: Checkpoint, store: TensorSource) -> None:
-    """Raise TrainingError unless the base has every parameter that takes part, in its shape."""
+def check_base(base: Checkpoint, store: ParamStore) -> None:
+    """Raise TrainingError unless the base has every parameter that is merged against it, in its
+    shape.
+    """
     names = set(base.names)
-    for name in store.names:
+    for name in (unit.name for unit in store.units if unit.has_base and unit.lora is None):
         if name not in names:
             raise TrainingError(
                 f"the base {base.path} has no tensor {name}: name the model that this run started "

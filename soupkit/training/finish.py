@@ -12,8 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
-
 from soupkit.checkpoint import Checkpoint, checkpoint_fingerprint
 from soupkit.config import ExportConfig
 from soupkit.delta import TensorSource
@@ -22,15 +20,21 @@ from soupkit.export import ExportReport, export_variant
 from soupkit.family import open_family
 from soupkit.tracking import say
 from soupkit.training.base import check_fingerprint, open_base, save_configs
-from soupkit.training.ranks import Ranks
-from soupkit.training.served import on_zero_reading
+from soupkit.training.checkpoint_tensors import checkpoint_model, checkpoint_tensors
+from soupkit.training.served import ShardedSource, on_zero_reading
 from soupkit.training.soup import SoupRun
-from soupkit.training.state import Snapshot
-from soupkit.training.weights import ModelTensors, unwrap
 
 
-def check_export(export: ExportConfig, base: Checkpoint, model: nn.Module) -> None:
-    """Raise TrainingError if the run could not be exported at its end. On one rank."""
+def check_export(export: ExportConfig, base: Checkpoint | None, tensors: TensorSource) -> None:
+    """Raise TrainingError if the run could not be exported at its end. On one rank.
+
+    Args:
+        tensors: those of the checkpoint that the model would make.
+    """
+    if base is None:
+        raise TrainingError(
+            "this run has no base to export against: it began as an adapter on a quantised model"
+        )
     family = Path(export.family)
     place = next(path for path in (family.absolute(), *family.absolute().parents) if path.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
@@ -44,7 +48,7 @@ def check_export(export: ExportConfig, base: Checkpoint, model: nn.Module) -> No
                 f"family={str(family)!r} belongs to another base than {base.source}: its variants "
                 "would not fit on one base; choose another family, or start from that base"
             )
-    names, known = set(ModelTensors(model).names), set(base.names)
+    names, known = set(tensors.names), set(base.names)
     if names != known:
         odd = sorted(names ^ known)[0]
         where = "the model, not in the base" if odd in names else "the base, not in the model"
@@ -54,33 +58,14 @@ def check_export(export: ExportConfig, base: Checkpoint, model: nn.Module) -> No
         )
 
 
-class _SideSoup:
-    """The model's tensors with the side soup's in place of those that take part; a TensorSource."""
-
-    def __init__(self, model: TensorSource, soup: Snapshot) -> None:
-        self._model, self._soup = model, soup
-        self._replaced = frozenset(soup.names)
-        self.names = model.names
-
-    def _source(self, name: str) -> TensorSource:
-        return self._soup if name in self._replaced else self._model
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source(name).shape(name)
-
-    def dtype(self, name: str) -> Any:
-        return self._source(name).dtype(name)
-
-    def tensor(self, name: str) -> Tensor:
-        return self._source(name).tensor(name)
-
-
-def final_weights(run: SoupRun, live: TensorSource) -> TensorSource:
-    """What the run ends with: its live weights, or its side soup if training sees no merges."""
+def final_weights(run: SoupRun) -> ShardedSource:
+    """What the run ends with: its live weights, or its side soup if training sees no merges.
+    Collective.
+    """
     partner = run.state.partner
     if run.config.feed_back or partner is None:
-        return live
-    return _SideSoup(live, Snapshot(run.journal.folder.partner_path(partner.step)))
+        return checkpoint_tensors(run.store.model)
+    return checkpoint_tensors(run.store.model, instead=run.journal.captured(partner.step))
 
 
 def export_run(
@@ -95,19 +80,19 @@ def export_run(
     Returns:
         The report, on every rank.
     """
-    ranks: Ranks = run.ranks
 
-    def write(live: TensorSource) -> ExportReport:
+    def write(final: TensorSource) -> ExportReport:
         # Opened anew: the run's own is mapped, and may be of files that are no longer there.
         base = open_base(run.state.base, run.journal.folder)
+        check_export(export, base, final)
+        assert base is not None
         check_fingerprint(base, run.state.base)
-        check_export(export, base, run.store.model)
         with tempfile.TemporaryDirectory(prefix="soupkit-") as companions:
-            save_configs(unwrap(run.store.model), Path(companions))
+            save_configs(checkpoint_model(run.store.model), Path(companions))
             save_companions(Path(companions))
             report = export_variant(
                 base,
-                final_weights(run, live),
+                final,
                 family=export.family,
                 name=export.name,
                 scale=export.scale,
@@ -119,7 +104,7 @@ def export_run(
         say(f"exported to {export.family}: {report.line()}")
         return report
 
-    return on_zero_reading(ranks, ModelTensors(run.store.model), write)
+    return on_zero_reading(run.ranks, final_weights(run), write)
 
 
 def _score_of(run: SoupRun) -> dict[str, Any]:

@@ -1,25 +1,29 @@
-"""One merge of the live weights with captured ones, matrix by matrix, shared out over ranks.
+"""One merge of the live weights with captured ones, unit by unit, shared out over ranks.
 
     W <- W_base + merge(W - W_base, W_partner - W_base)
 
-The parameters are dealt out in rounds by falling cost, one matrix a rank and round: each rank
-decomposes its own, then hands the result to the others, so every rank writes the same bits and at
-most one matrix a rank is in work. Arithmetic in float32, rounded once into the parameter's dtype.
-Whoever calls can undo: it writes in place.
+LoRA factors are merged as the deltas they stand for, without a dense matrix or a base. The units
+are dealt out in rounds by falling cost, one a rank and round: each rank decomposes its own, then
+hands the result to the others, so every rank writes the same bits and at most one unit a rank is in
+work. Arithmetic in float32, rounded once into the parameter's dtype. Whoever calls can undo: it
+writes in place.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from soupkit.delta import TensorSource, layout, subtract
+from soupkit.factored import merge_pairs
 from soupkit.merge import MatrixReport, MergeRule, merge_deltas
 from soupkit.numeric import check_finite
-from soupkit.training.params import ParamStore
+from soupkit.training.params import ParamStore, Unit
+from soupkit.training.peft import LoraUnit, factors_of, pair_of
 from soupkit.training.ranks import Ranks
 
 
@@ -33,75 +37,119 @@ def cost_of(name: str, shape: tuple[int, ...]) -> int:
     return entries * min(rows, columns)
 
 
-def rounds(store: TensorSource, world_size: int) -> list[tuple[str, ...]]:
-    """Parameters in rounds of `world_size` at most, dearest first; place i of a round: rank i."""
-    order = sorted(store.names, key=lambda name: (-cost_of(name, store.shape(name)), name))
+def rounds(costs: dict[str, int], world_size: int) -> list[tuple[str, ...]]:
+    """Names in rounds of `world_size` at most, dearest first; place i of a round: rank i."""
+    order = sorted(costs, key=lambda name: (-costs[name], name))
     return [tuple(order[i : i + world_size]) for i in range(0, len(order), world_size)]
 
 
-def merged_weight(
-    name: str, current: Tensor, *, base: TensorSource, partner: TensorSource, rule: MergeRule
-) -> tuple[Tensor, MatrixReport]:
-    """The merged value of one parameter, in the dtype and on the device of its `current` one, and
+def merged_values(
+    unit: Unit,
+    current: Sequence[Tensor],
+    *,
+    base: TensorSource | None,
+    partner: TensorSource,
+    rule: MergeRule,
+) -> tuple[list[Tensor], MatrixReport]:
+    """The merged values of one unit, in the dtypes and on the devices of its `current` ones, and
     what was done.
 
     Raises:
         MergeError: a weight or the result is not finite, or no decomposition was found.
     """
-    start = base.tensor(name).to(current.device)
-    other = partner.tensor(name).to(current.device)
+    captured = [
+        partner.tensor(name).to(value.device)
+        for name, value in zip(unit.names, current, strict=True)
+    ]
+    if unit.lora is not None:
+        merged, report = _merged_factors(unit.lora, current, captured, rule)
+    elif unit.has_base and base is not None:
+        start = base.tensor(unit.name).to(current[0].device)
+        merged, report = _merged_weight(unit.name, current[0], captured[0], start, rule)
+    else:
+        plain = MergeRule("mean", weights=rule.weights)
+        start = torch.zeros((), device=current[0].device).expand(current[0].shape)
+        merged, report = _merged_weight(unit.name, current[0], captured[0], start, plain)
+    values = [
+        value.to(live.dtype).contiguous() for value, live in zip(merged, current, strict=True)
+    ]
+    for name, value in zip(unit.names, values, strict=True):
+        check_finite(name, value)
+    return values, report
+
+
+def _merged_weight(
+    name: str, current: Tensor, other: Tensor, start: Tensor, rule: MergeRule
+) -> tuple[list[Tensor], MatrixReport]:
     deltas = (subtract(current, start, name=name), subtract(other, start, name=name))
     merged, report = merge_deltas(name, deltas, rule)
     wide = torch.promote_types(torch.promote_types(current.dtype, start.dtype), torch.float32)
-    value = (start.to(wide) + merged.to(wide)).to(current.dtype)
-    check_finite(name, value)
-    return value.contiguous(), report
+    return [start.to(wide) + merged.to(wide)], report
+
+
+def _merged_factors(
+    lora: LoraUnit, current: Sequence[Tensor], captured: Sequence[Tensor], rule: MergeRule
+) -> tuple[list[Tensor], MatrixReport]:
+    pairs = [pair_of(lora, *current), pair_of(lora, *captured)]
+    a, b, report = merge_pairs(lora.name, pairs, rule, rank=pairs[0].rank)
+    return list(factors_of(lora, type(pairs[0])(a, b, pairs[0].scale))), report
 
 
 def merge_into(
-    store: ParamStore, *, base: TensorSource, partner: TensorSource, rule: MergeRule, ranks: Ranks
+    store: ParamStore,
+    *,
+    base: TensorSource | None,
+    partner: TensorSource,
+    rule: MergeRule,
+    ranks: Ranks,
 ) -> tuple[MatrixReport, ...]:
     """Overwrite every parameter of the store by its merge with the partner. Collective.
 
     Returns:
-        One report a parameter, sorted by name, the same on every rank.
+        One report a unit, sorted by name, the same on every rank.
 
     Raises:
-        MergeError: on every rank, if one rank's parameter cannot be merged; some are written
-            already: undo them. Any other fault of one rank (memory, a disk) is raised on all, too.
+        MergeError: on every rank, if one rank's unit cannot be merged; some are written already:
+            undo them. Any other fault of one rank (memory, a disk) is raised on all, too.
     """
     own: list[MatrixReport] = []
+    units = {unit.name: unit for unit in store.units}
 
-    def share(name: str | None, current: Tensor | None) -> Tensor | None:
-        if name is None or current is None:
-            return None
-        value, report = merged_weight(name, current, base=base, partner=partner, rule=rule)
+    def share(unit: Unit | None, current: Sequence[Tensor]) -> list[Tensor]:
+        if unit is None:
+            return []
+        values, report = merged_values(unit, current, base=base, partner=partner, rule=rule)
         own.append(report)
-        return value
+        return values
 
-    for names in rounds(store, ranks.world_size):
-        mine = names[ranks.rank] if ranks.rank < len(names) else None
-        current = _own_value(store, names, mine)
-        value = ranks.on_each(partial(share, mine, current))
-        del current
-        for owner, name in enumerate(names):
-            if owner == ranks.rank and value is not None:
-                shared = value
-            else:
-                shared = torch.empty(
-                    store.shape(name), dtype=store.dtype(name), device=store.device
-                )
-            ranks.broadcast(shared, source=owner)
-            store.write(name, shared)
+    costs = {
+        unit.name: sum(cost_of(name, store.shape(name)) for name in unit.names)
+        for unit in store.units
+    }
+    for names in rounds(costs, ranks.world_size):
+        dealt = [units[name] for name in names]
+        mine = dealt[ranks.rank] if ranks.rank < len(dealt) else None
+        values = ranks.on_each(partial(share, mine, _own_values(store, dealt, mine)))
+        for owner, unit in enumerate(dealt):
+            for index, name in enumerate(unit.names):
+                is_own = owner == ranks.rank
+                value = values[index] if is_own else _room_for(store, name)
+                ranks.broadcast(value, source=owner)
+                store.write(name, value)
     every = [report for reports in ranks.gather(own) for report in reports]
     return tuple(sorted(every, key=lambda report: report.name))
 
 
-def _own_value(store: ParamStore, names: tuple[str, ...], mine: str | None) -> Tensor | None:
-    """The present value of this rank's parameter; all ranks gather all that are sharded."""
-    own = None
-    for name in names:
-        if name == mine or not store.is_whole:
-            value = store.read(name)
-            own = value if name == mine else own
+def _own_values(store: ParamStore, dealt: Sequence[Unit], mine: Unit | None) -> list[Tensor]:
+    """The present values of this rank's unit; all ranks gather what is sharded of all units."""
+    own: list[Tensor] = []
+    for unit in dealt:
+        for name in unit.names:
+            if unit is mine or not store.is_whole:
+                value = store.read(name)
+                own += [value] if unit is mine else []
     return own
+
+
+def _room_for(store: ParamStore, name: str) -> Tensor:
+    return torch.empty(store.shape(name), dtype=store.dtype(name), device=store.device)

@@ -10,22 +10,40 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from soupkit.delta import selected
+from soupkit.delta import canonical_name, selected
 from soupkit.errors import TrainingError
 from soupkit.training import fsdp
 from soupkit.training.parts import Part, Weight, sum_of_bits
+from soupkit.training.peft import LoraUnit, is_peft, lora_units
+from soupkit.training.refusals import refuse_unsupported
 from soupkit.training.weights import (
     ModelTensors,
     assemble,
     communication_device,
-    refuse_unsupported,
     strategy_name,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What is merged at once.
+
+    Args:
+        name: what reports call it. names: the parameters it is made of.
+        lora: the adapter whose factors A and B they are, in this order; None: one whole parameter.
+        has_base: whether it is merged as a delta against the base's tensor of its name.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    lora: LoraUnit | None = None
+    has_base: bool = True
 
 
 class ParamStore:
@@ -45,18 +63,19 @@ class ParamStore:
         self.strategy = strategy_name(model)
         every = ModelTensors(model)
         self.is_whole = every.is_whole
-        self.weights: dict[str, Weight] = {
-            name: every.weights[name]
-            for name in every.names
-            if every.weights[name].is_trainable
-            and every.weights[name].dtype.is_floating_point
-            and selected(name, include, exclude)
+        self.is_lora = is_peft(model)
+        # Under all names of a PEFT model: a tie of its base concerns no factor.
+        trained = {
+            name: weight
+            for name, weight in (every.every if self.is_lora else every.weights).items()
+            if weight.is_trainable and weight.dtype.is_floating_point
         }
-        self.names: tuple[str, ...] = tuple(self.weights)
-        self.has_all_trainable = all(
-            name in self.weights or not weight.is_trainable
-            for name, weight in every.weights.items()
-        )
+        units = _lora_units(model, trained) if self.is_lora else map(_whole_unit, trained)
+        chosen = [unit for unit in units if selected(unit.name, include, exclude)]
+        self.units: tuple[Unit, ...] = tuple(sorted(chosen, key=lambda unit: unit.name))
+        self.names: tuple[str, ...] = tuple(sorted(name for one in chosen for name in one.names))
+        self.weights: dict[str, Weight] = {name: trained[name] for name in self.names}
+        self.has_all_trainable = len(self.weights) == len(trained)
         if not self.names:
             raise TrainingError(
                 "no parameter takes part: none is trainable and chosen by "
@@ -213,6 +232,22 @@ class ParamStore:
                     f"{count} ({self.strategy}): this way of sharding is not supported; shard it "
                     "over all ranks with ZeRO or FSDP2"
                 )
+
+
+def _whole_unit(name: str) -> Unit:
+    return Unit(name, (name,))
+
+
+def _lora_units(model: nn.Module, trained: dict[str, Weight]) -> list[Unit]:
+    """The adapters' pairs of factors, and what else is trained, which is averaged plainly."""
+    found = [
+        Unit(unit.name, (canonical_name(unit.a), canonical_name(unit.b)), unit)
+        for unit in lora_units(model)
+        if unit.is_trained
+    ]
+    factors = {name for unit in found for name in unit.names}
+    plain = [Unit(name, (name,), has_base=False) for name in trained if name not in factors]
+    return [*found, *plain]
 
 
 def _word(dtype: torch.dtype) -> str:

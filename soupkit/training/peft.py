@@ -163,7 +163,7 @@ class MergedWeights:
         self._read = read
         units = lora_units(model) if adapted else ()
         inner = unwrap(model)
-        ignored = set(getattr(unwrap(_root(inner)[0]), "_keys_to_ignore_on_save", None) or ())
+        ignored = set(getattr(unwrap(root(inner)[0]), "_keys_to_ignore_on_save", None) or ())
         live = {stored.name: stored for stored in _walk(inner, adapted=adapted)}
         base = {stored.name: id(stored.tensor) for stored in _walk(inner, adapted=False)}
         self._stored: dict[str, _Stored] = {}
@@ -190,6 +190,14 @@ class MergedWeights:
         dtype = self._stored[name].tensor.dtype
         return torch.promote_types(dtype, torch.float32) if name in self._units else dtype
 
+    def own_name(self, name: str) -> str:
+        """The dotted name, in the unwrapped model, of the parameter or buffer behind a tensor."""
+        return self._stored[name].own
+
+    def is_adapted(self, name: str) -> bool:
+        """Whether LoRA factors change the tensor."""
+        return name in self._units
+
     def tensor(self, name: str) -> Tensor:
         """One tensor on the CPU; it may share the model's memory where no adapter changes it."""
         value = self._read(self._stored[name].own).detach()
@@ -203,7 +211,7 @@ class MergedWeights:
 
 def _order(inner: nn.Module, name: str) -> tuple[bool, str]:
     """Sorts names so that the source of a tie, whose name its checkpoint keeps, comes first."""
-    tied = getattr(unwrap(_root(inner)[0]), "all_tied_weights_keys", None) or {}
+    tied = getattr(unwrap(root(inner)[0]), "all_tied_weights_keys", None) or {}
     return name in tied, name
 
 
@@ -221,7 +229,7 @@ def _active(layer: nn.Module) -> list[str]:
     ]
 
 
-def _root(inner: nn.Module) -> tuple[nn.Module, str]:
+def root(inner: nn.Module) -> tuple[nn.Module, str]:
     """The base model and the own name's prefix before its names: ("base_model.model.") inside a
     PeftModel, "" where layers were injected into the model itself.
     """
@@ -235,7 +243,7 @@ def _walk(inner: nn.Module, *, adapted: bool) -> Iterator[_Stored]:
     """Every parameter and persistent buffer of the base model, tied ones under each name; with
     `adapted`, trained copies instead of what they replace.
     """
-    root, prefix = _root(inner)
+    top, prefix = root(inner)
 
     def visit(
         module: nn.Module, own: str, name: str, layer: nn.Module | None, at: str
@@ -261,7 +269,7 @@ def _walk(inner: nn.Module, *, adapted: bool) -> Iterator[_Stored]:
                 below = layer if key in WRAPPER_PARTS else None
                 yield from visit(child, f"{own}{key}.", f"{name}{key}.", below, at)
 
-    yield from visit(root, prefix, "", None, "")
+    yield from visit(top, prefix, "", None, "")
 
 
 def _factors(layer: nn.Module, adapter: str) -> tuple[Tensor, Tensor]:

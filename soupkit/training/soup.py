@@ -56,7 +56,7 @@ class SoupRun:
         config: SoupConfig,
         *,
         store: ParamStore,
-        base: Checkpoint,
+        base: Checkpoint | None,
         journal: Journal,
         ranks: Ranks,
         state: SoupState,
@@ -68,6 +68,7 @@ class SoupRun:
         """Go on from `state`.
 
         Args:
+            base: what deltas are taken against; None: only LoRA factors are merged.
             evaluate: score of the live weights, for gate "metric".
             writer: on rank 0, where scalars are wanted.
             metric_name: what the score is called in reports.
@@ -82,7 +83,7 @@ class SoupRun:
         self._optimizer = optimizer
         self._writer = writer
         self._metric_name = metric_name
-        self._base_stamp = file_stamp(base)
+        self._base_stamp = None if base is None else file_stamp(base)
         self._judge = Judge(
             feed_back=bool(config.feed_back),
             is_gated=self._evaluate is not None,
@@ -214,7 +215,7 @@ class SoupRun:
         current = self._score()
         score_seconds = time.perf_counter() - started
         try:
-            self.ranks.on_zero(lambda: check_untouched(self.base, self._base_stamp))
+            self.ranks.on_zero(self._check_base)
             matrices = merge_into(
                 self.store, base=self.base, partner=partner, rule=self._rule, ranks=self.ranks
             )
@@ -223,6 +224,10 @@ class SoupRun:
         started = time.perf_counter()
         merged = self._score()
         return _Trial(matrices, current, merged, "", score_seconds + time.perf_counter() - started)
+
+    def _check_base(self) -> None:
+        if self.base is not None and self._base_stamp is not None:
+            check_untouched(self.base, self._base_stamp)
 
     def _conclude(
         self,

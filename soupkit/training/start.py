@@ -20,12 +20,14 @@ from soupkit.errors import TrainingError
 from soupkit.files import PENDING_PREFIX
 from soupkit.tracking import ScalarWriter, say
 from soupkit.training.base import (
+    NO_BASE,
     check_base,
     check_fingerprint,
     find_base,
     open_base,
     promote_pending,
 )
+from soupkit.training.checkpoint_tensors import checkpoint_tensors
 from soupkit.training.claim import claim
 from soupkit.training.journal import Journal, agreed_checksum
 from soupkit.training.moments import check_reset
@@ -34,7 +36,6 @@ from soupkit.training.ranks import Ranks
 from soupkit.training.served import on_zero_reading
 from soupkit.training.soup import SoupRun
 from soupkit.training.state import BaseRecord, Snapshot, SoupFolder, SoupState
-from soupkit.training.weights import ModelTensors
 
 
 class Preparation:
@@ -84,9 +85,17 @@ class Preparation:
 
     def find_base(self) -> BaseRecord:
         """Decide the base from the present weights, which must be those of step 0."""
+        try:
+            tensors = checkpoint_tensors(self.store.model)
+        except TrainingError:
+            if not self.store.is_lora:
+                raise
+            # Its factors are merged all the same; an export is refused by check_export.
+            self._record = NO_BASE
+            return self._record
         self._record = on_zero_reading(
             self.ranks,
-            ModelTensors(self.store.model),
+            tensors,
             lambda tensors: find_base(
                 self.store.model,
                 tensors,
@@ -123,9 +132,10 @@ class Preparation:
             check_reset(self.store, optimizer)
         state = self._fresh() if step == 0 else self._resumed(step, check_weights)
         base = open_base(state.base, self.folder)
-        if step > 0:
-            self.ranks.on_zero(lambda: check_fingerprint(base, state.base))
-        check_base(base, self.store)
+        if base is not None:
+            if step > 0:
+                self.ranks.on_zero(lambda: check_fingerprint(base, state.base))
+            check_base(base, self.store)
         journal = Journal(
             self.folder,
             self.store,

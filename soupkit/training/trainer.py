@@ -21,6 +21,7 @@ from transformers import Trainer, TrainerCallback
 from soupkit.config import ExportConfig, SoupConfig
 from soupkit.errors import TrainingError
 from soupkit.tracking import say
+from soupkit.training.checkpoint_tensors import checkpoint_tensors
 from soupkit.training.finish import check_export, export_run
 from soupkit.training.gate import EvaluationLoss
 from soupkit.training.report import MergeReport
@@ -115,8 +116,8 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
         )
         self._run = run
         if self.export is not None:
-            export = self.export
-            run.ranks.on_zero(lambda: check_export(export, run.base, trainer.model))
+            export, tensors = self.export, checkpoint_tensors(trainer.model_wrapped)
+            run.ranks.on_zero(lambda: check_export(export, run.base, tensors))
         if step > 0 and run.is_due(step) and run.state.step < step:
             # The checkpoint was written at a merge point before the merge (just-in-time checkpoints
             # do so).

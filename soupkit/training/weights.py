@@ -2,7 +2,7 @@
 
 One process, DDP, DataParallel, torch.compile, DeepSpeed, FSDP1 and 2, tensor parallel: the strategy
 is found from the model itself, so what is printed is what is in force. A weight that is tied counts
-once, under the name that its checkpoint file uses. What cannot be read whole is refused by name.
+once, under the name that its checkpoint file uses. Not here: what cannot be read (refusals.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from soupkit.delta import canonical_name
 from soupkit.errors import TrainingError
 from soupkit.training import fsdp, zero
 from soupkit.training.parts import Weight, Whole
-
-_QUANTISED = frozenset({"Params4bit", "Int8Params"})
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -54,53 +52,6 @@ def strategy_name(model: nn.Module) -> str:
     return "DDP" if dist.is_initialized() and dist.get_world_size() > 1 else "one process"
 
 
-def refuse_unsupported(model: nn.Module) -> None:
-    """Raise TrainingError, with the remedy, for a model whose weights cannot be read whole."""
-    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    for module in model.modules():
-        if zero.is_engine(module):
-            zero.refuse_engine(module)
-        if fsdp.is_fsdp1(module):
-            fsdp.refuse_fsdp1(module)
-    if hasattr(unwrap(model), "peft_config") or "BaseTunerLayer" in kinds:
-        raise TrainingError(
-            "this is a PEFT model; adapters are not merged yet: train all weights (no "
-            "peft_config), or train the adapter without soupkit, merge_and_unload() it and run "
-            "`soupkit merge` on the result"
-        )
-    if getattr(unwrap(model), "is_quantized", False):
-        raise TrainingError(
-            "this model is quantised; a merge needs dense floating weights: load it without "
-            "quantization_config"
-        )
-    for name, parameter in model.named_parameters():
-        _refuse_parameter(canonical_name(name), parameter)
-
-
-def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
-    if zero.is_held(parameter):
-        zero.refuse_parameter(name, parameter)
-        return
-    if fsdp.is_dtensor(parameter):
-        fsdp.refuse_dtensor(name, parameter)
-        return
-    if type(parameter).__name__ in _QUANTISED:
-        raise TrainingError(
-            f"{name} is quantised ({type(parameter).__name__}, {parameter.dtype}); a merge needs "
-            "dense floating weights: load the model without quantization_config"
-        )
-    if parameter.is_meta:
-        raise TrainingError(
-            f"{name} is on the meta device (offloaded or not loaded); load the model onto the "
-            "training device, without device_map offload"
-        )
-    kind = type(parameter.data)
-    if kind is not Tensor and kind.__name__ != "FlatParameter":
-        raise TrainingError(
-            f"{name} is a {kind.__name__}, not a plain tensor; load the model with dense weights"
-        )
-
-
 class ModelTensors:
     """Parameters and persistent buffers of a model's checkpoint, tied ones once; a TensorSource.
 
@@ -115,28 +66,39 @@ class ModelTensors:
         ignored = set(getattr(inner, "_keys_to_ignore_on_save", None) or ())
         self.weights: dict[str, Weight] = {}
         seen: dict[Any, str] = {}
-        found = {canonical_name(name): (name, *rest) for name, *rest in _named_weights(model)}
+        found = {
+            canonical_name(name): (weight, identity)
+            for name, weight, identity in _named_weights(model)
+        }
         # Names that are the source of a tie come first, so that they are the ones kept.
         for name in sorted(found, key=lambda key: (key in tied, key)):
-            _, weight, identity = found[name]
+            weight, identity = found[name]
             if name in ignored or seen.setdefault(identity, name) != name:
                 continue
             self.weights[name] = weight
+        # Those that a tie or the model leaves out of its checkpoint among them.
+        self.every: dict[str, Weight] = {name: weight for name, (weight, _) in found.items()}
         self.names: tuple[str, ...] = tuple(sorted(self.weights))
         self.is_whole = all(isinstance(weight, Whole) for weight in self.weights.values())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one tensor."""
-        return self.weights[name].shape
+        return self.every[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of one tensor's value: float32 where an optimizer keeps a float32 master."""
-        return self.weights[name].dtype
+        return self.every[name].dtype
 
     def tensor(self, name: str) -> Tensor:
-        """The value on the CPU in its own dtype; a whole one shares the model's memory there."""
-        weight = self.weights[name]
-        return assemble(weight, [part.data for part in weight.parts()], weight.dtype).cpu()
+        """The value on the CPU in its own dtype, of any of `every`; a whole one shares the model's
+        memory there.
+        """
+        return self.read(name).cpu()
+
+    def read(self, name: str) -> Tensor:
+        """The value, of any of `every`, where ranks exchange it; do not write to it."""
+        weight = self.every[name]
+        return assemble(weight, [part.data for part in weight.parts()], weight.dtype)
 
 
 def _named_weights(model: nn.Module) -> Iterator[tuple[str, Weight, Any]]:
