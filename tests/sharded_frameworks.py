@@ -1,5 +1,5 @@
-"""Accelerate and Trainer over DeepSpeed and FSDP2, two ranks over gloo, interrupted and resumed;
-launched by test_training_sharded.py.
+"""Accelerate, Trainer and a loop of one's own over DeepSpeed and FSDP2, interrupted and resumed, on
+two ranks over gloo; launched by test_training_sharded.py.
 
     python -m torch.distributed.run --standalone --nproc_per_node 2 \
         tests/sharded_frameworks.py FOLDER BASE PART...
@@ -26,9 +26,11 @@ from accelerate import (
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, set_seed
 from ddp_runs import StopAt, gathered
-from sharded_runs import same_bits
-from sharded_strategies import CUT, DeepSpeed, Fsdp2, without_compiler
-from soup_runs import load, make_trainer, rows
+from sharded_runs import Judge, Rows, same_bits
+from sharded_strategies import CUT, STRATEGIES, DeepSpeed, Fsdp2, without_compiler
+from soup_runs import load, make_trainer, rows, tiny_llama
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import state_dict
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.integrations import deepspeed as hf_deepspeed
@@ -178,16 +180,26 @@ def accelerate_part(kind: str, base: Path, folder: Path) -> dict:
 
 
 class Watching(Trainer):
-    """Notes what data this rank sees."""
+    """Notes what data this rank sees; its score falls with every batch, so that merges stay."""
 
     def training_step(self, model, inputs, *args, **kwargs):
         self.seen = [*getattr(self, "seen", []), inputs["input_ids"].tolist()]
         return super().training_step(model, inputs, *args, **kwargs)
 
+    def prediction_step(self, *args, **kwargs):
+        loss, *rest = super().prediction_step(*args, **kwargs)
+        self.scored = [*getattr(self, "scored", []), self.state.global_step]
+        step = self.scored[-1]
+        # Does not depend on what was scored before a resume.
+        return (loss * 0 - 1000.0 * step - self.scored.count(step), *rest)
+
 
 def sharded_trainer(kind: str, base: Path, folder: Path, callbacks: list) -> Trainer:
+    """A kind that ends with " init" loads the model partitioned, as a user's script does that
+    makes its TrainingArguments first.
+    """
     fresh_state(kind)
-    settings = {
+    settings: dict = {
         "trainer_class": Watching,
         "save_strategy": "steps",
         "save_steps": 1,
@@ -206,7 +218,15 @@ def sharded_trainer(kind: str, base: Path, folder: Path, callbacks: list) -> Tra
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         # TrainingArguments has no argument for the backend.
         PartialState(backend="gloo")
-        settings |= {"deepspeed": zero_config(kind, bf16=True), "bf16": True}
+        config = zero_config(kind.removesuffix(" init"), bf16=True)
+        settings |= {"deepspeed": config, "bf16": True}
+        if kind.endswith(" init"):
+            config |= {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+            config |= {"gradient_clipping": 1.0}
+            # Alive while the model is loaded, which is how transformers knows.
+            alive = hf_deepspeed.HfDeepSpeedConfig(config)
+            settings["model"] = load(base)
+            assert all(hasattr(p, "ds_id") for p in settings["model"].parameters()), alive
     return make_trainer(base, folder, callbacks, **settings)
 
 
@@ -234,11 +254,72 @@ def trainer_part(kind: str, base: Path, folder: Path) -> dict:
         "different_data": gathered(whole.seen)[0] != gathered(whole.seen)[1],
         "equal": all(same_bits(found, other) for other in gathered(found)),
         "resumed": gathered(same_bits(expected, found)),
-        "merges": [report.step for report in again.reports],
+        "merges": [report.step for report in again.reports if report.accepted],
     }
 
 
-PARTS = {"accelerate": accelerate_part, "trainer": trainer_part}
+def save_checkpoint(strategy, folder: Path) -> None:
+    if isinstance(strategy, DeepSpeed):
+        strategy.model.save_checkpoint(str(folder), tag="here")
+        return
+    model, optimizer = state_dict.get_state_dict(strategy.model, strategy.optimizer)
+    checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=str(folder))
+
+
+def load_checkpoint(strategy, folder: Path) -> None:
+    if isinstance(strategy, DeepSpeed):
+        strategy.model.load_checkpoint(str(folder), tag="here")
+        return
+    model, optimizer = state_dict.get_state_dict(strategy.model, strategy.optimizer)
+    states = {"model": model, "optimizer": optimizer}
+    checkpoint.load(states, checkpoint_id=str(folder))
+    state_dict.set_state_dict(
+        strategy.model,
+        strategy.optimizer,
+        model_state_dict=states["model"],
+        optim_state_dict=states["optimizer"],
+    )
+
+
+def own_loop(kind: str, folder: Path, mark: Path, *, start: int, stop: int):
+    """Steps start + 1 .. stop of a loop without a framework; a checkpoint at step 3 in `mark`."""
+    strategy, data = STRATEGIES[kind](tiny_llama()), Rows()
+    strategy.assert_in_force()
+    judge = Judge(strategy, data)
+    soup = Soup(
+        strategy.model,
+        optimizer=strategy.optimizer,
+        config=SoupConfig(merge_every_n_steps=2, rank=3, gate="none"),
+        output_dir=folder,
+    )
+    if start:
+        load_checkpoint(strategy, mark)
+        soup.load(mark)
+    for step in range(start + 1, stop + 1):
+        strategy.step(data.batch(step))
+        soup.step()
+        judge()
+        if step == 3 and not start:
+            save_checkpoint(strategy, mark)
+            soup.save(mark)
+    return strategy, soup
+
+
+def own_part(kind: str, base: Path, folder: Path) -> dict:
+    whole, _ = own_loop(kind, folder / "whole", folder / "unused", start=0, stop=7)
+    own_loop(kind, folder / "run", folder / "mark", start=0, stop=5)
+    second, soup = own_loop(kind, folder / "run", folder / "mark", start=3, stop=7)
+    found = second.whole()
+    soup.finish(export=ExportConfig(family=folder / "family", name="two"))
+    return {
+        "different_data": len({str(ids) for ids in gathered(Rows().batch(1).tolist())}) == 2,
+        "equal": all(same_bits(found, other) for other in gathered(found)),
+        "resumed": gathered(same_bits(whole.whole(), found)),
+        "merges": [report.step for report in soup.reports if report.accepted],
+    }
+
+
+PARTS = {"accelerate": accelerate_part, "trainer": trainer_part, "own": own_part}
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from soupkit.training import Soup
 
 CONFIG = SoupConfig(merge_every_n_steps=2, rank=3)
 MERGES = (4, 6)
+SAVED = 6
 REFUSED, FAULT_OF_ONE, FAULT_OF_ZERO = 8, 10, 12
 # Of each model: never trained, so never merged, but part of the checkpoint.
 FROZEN = "model.layers.0.mlp.gate_proj.weight"
@@ -114,6 +115,8 @@ def run(strategy: Plain, folder: Path) -> dict:
             strategy.loss(data.held_out)
         record["before"][number] = strategy.whole()
         report = soup.step()
+        if number == SAVED:
+            soup.save(folder / "checkpoint")
         record["after"][number] = strategy.whole()
         record["copies"][number] = strategy.copies()
         return report is not None and report.accepted
@@ -181,9 +184,9 @@ def main() -> None:
     dist.all_gather_object(seen, Rows().batch(1).tolist())
     assert len(seen) == 2
     assert seen[0] != seen[1]
-    for index, name in enumerate(names):
-        record = run(named(name), folder / f"soup-{index}")
-        torch.save(record, folder / f"{name.replace('/', ' ')} {rank}.pt")
+    for name in names:
+        own = folder / name.replace("/", " ")
+        torch.save(run(named(name), own), f"{own} {rank}.pt")
         gc.collect()
     dist.barrier()
     dist.destroy_process_group()

@@ -5,8 +5,10 @@ What the frameworks gather by their own calls is compared; see sharded_strategie
 scripts assert the strategy that each run means to test.
 """
 
+import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,17 +16,22 @@ from pathlib import Path
 import pytest
 import torch
 from sharded_runs import (
+    CONFIG,
     FAULT_OF_ONE,
     FAULT_OF_ZERO,
     FROZEN,
     MERGES,
     REFUSED,
+    SAVED,
+    Rows,
     named,
     run,
     same_bits,
 )
 from soup_runs import reference_merge, saved_base
 
+from soupkit.errors import TrainingError
+from soupkit.training import Soup
 from soupkit.verify import verify_family
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,9 +63,9 @@ SLOW = [
 ]
 FRAMEWORKS = [
     f"{framework}/{kind}"
-    for framework in ("accelerate", "trainer")
+    for framework in ("accelerate", "own", "trainer")
     for kind in ("ZeRO-2", "ZeRO-3", "FSDP2")
-]
+] + ["trainer/ZeRO-3 init"]
 
 
 def launch(script: str, *arguments: str, folder: Path, timeout: float) -> None:
@@ -201,6 +208,41 @@ def test_a_refused_merge_and_one_that_fails_leave_the_old_bits(quick, name):
     """TB07, TB27: a fault on one rank reaches both, in the score and in what rank 0 writes."""
     for record in quick.of(name):
         assert_old_weights_return(record)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_one_process_goes_on_where_two_ranks_were_saved(quick, name, tmp_path):
+    """Another world size: the state's checksum does not depend on how weights were sharded."""
+    weights = quick.of(name)[0]["after"][SAVED]
+    folder = tmp_path / "run"
+    shutil.copytree(quick.folder / name.replace("/", " "), folder)
+    strategy = named(f"{name.split('/')[0]}/plain")
+    soup = Soup(
+        strategy.model,
+        optimizer=strategy.optimizer,
+        config=CONFIG,
+        evaluate=lambda: -float(next(calls)),
+        output_dir=folder,
+    )
+    calls = itertools.count()
+    with torch.no_grad():
+        for parameter_name, parameter in strategy.inner.named_parameters():
+            parameter.copy_(weights[parameter_name])
+    soup.load(folder / "checkpoint")
+    for step in (7, 8):
+        strategy.step(Rows().batch(step))
+        report = soup.step()
+    assert (report.step, report.partner_step, report.accepted) == (8, 6, True)
+
+
+def test_other_weights_than_the_saved_ones_are_refused(quick, tmp_path):
+    """TB43: the checksum of a sharded run is compared, not only written."""
+    folder = tmp_path / "run"
+    shutil.copytree(quick.folder / "odd FSDP2", folder)
+    strategy = named("odd/plain")
+    soup = Soup(strategy.model, config=CONFIG, evaluate=lambda: 0.0, output_dir=folder)
+    with pytest.raises(TrainingError, match="not those of"):
+        soup.load(folder / "checkpoint")
 
 
 @pytest.mark.slow
