@@ -10,7 +10,7 @@ to use.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from torch import Tensor
 from soupkit.config import check_count, check_share
 from soupkit.numeric import check_finite, full_precision, squared_norm
 from soupkit.solvers import ROUNDING, Leading, exact, leading
+
+_TENSORS = ("left", "right", "singular_values")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +62,13 @@ class TruncatedSVD:
         with full_precision(self.left):
             basis: Tensor = torch.linalg.qr(self.left).Q
             return basis
+
+    def to(self, device: torch.device | str) -> TruncatedSVD:
+        """The same on a device; itself where it is there already."""
+        if self.left.device == torch.device(device):
+            return self
+        moved = {name: getattr(self, name).to(device) for name in _TENSORS}
+        return replace(self, **moved)
 
     def matrix(self) -> Tensor:
         """T_r(A), float32 [m, n]."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 from soupkit.config import Method
 from soupkit.delta import subtract
 from soupkit.errors import MergeError
-from soupkit.merge import MergeRule, merge_deltas, monosoup_coefficients
+from soupkit.merge import MergeRule, merge_deltas, merge_with_cuts, monosoup_coefficients
 from soupkit.monosoup import edit
+from soupkit.solvers import TOLERANCE
+from soupkit.svd import truncated_svd
 
 METHODS: tuple[Method, ...] = ("svd_mean", "monosoup", "mean")
 shapes = st.tuples(st.integers(2, 14), st.integers(2, 14))
@@ -430,3 +433,152 @@ def test_mistakes_are_named() -> None:
 def test_weights_beyond_floats_are_refused_with_their_values(weights):
     with pytest.raises(ValueError, match=r"weights=.*finite"):
         MergeRule("mean", weights=weights)
+
+
+# Cuts that are kept from one merge to the next
+
+
+def decaying(*shape: int, seed: int = 0) -> torch.Tensor:
+    """A spectrum like that of a fine-tune's delta, and white noise."""
+    short = min(shape[-2:])
+    powers = torch.arange(1, short + 1).pow(-0.8)
+    left = gaussian(*shape[:-1], short, seed=seed)
+    right = gaussian(*shape[:-2], short, shape[-1], seed=seed + 1)
+    return (left * powers) @ right / short + 0.02 * gaussian(*shape, seed=seed + 2)
+
+
+@pytest.mark.parametrize(
+    "shape", [(9, 7), (7, 9), (300, 280), (280, 333), (3, 8, 6), (2, 290, 270)]
+)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_known_cuts_give_the_cold_merge(shape: tuple[int, ...], count: int) -> None:
+    deltas = [decaying(*shape, seed=0) + 0.1 * decaying(*shape, seed=i) for i in range(count)]
+    rule = MergeRule(rank=4, weights=tuple(float(i + 1) for i in range(count)))
+    cold = merge_with_cuts("experts.w", deltas, rule)
+    assert torch.equal(cold.delta, merge_deltas("experts.w", deltas, rule)[0])
+    assert all(cuts is not None for cuts in cold.cuts)
+    for known in (cold.cuts, cold.cuts[:1], (None, *cold.cuts[1:])):
+        warm = merge_with_cuts("experts.w", deltas, rule, known=known)
+        assert "known" in warm.report.solver or known == (None,)
+        # Each truncation is within TOLERANCE of the least dropped energy, so any two of them are
+        # within twice its root of one another, relative to what is dropped.
+        dropped = sum(float(d.square().sum()) for d in deltas) * (1 - cold.report.kept_energy)
+        assert float((warm.delta - cold.delta).norm()) <= 2 * math.sqrt(4 * TOLERANCE * dropped)
+        assert warm.report.kept_energy == pytest.approx(cold.report.kept_energy, rel=1e-4)
+    everything = merge_with_cuts("experts.w", deltas, rule, known=cold.cuts)
+    assert everything.report.solver == "known"
+    assert torch.equal(everything.delta, cold.delta)
+
+
+def test_the_other_delta_starts_from_the_known_cut() -> None:
+    delta = decaying(300, 280)
+    other = delta + 0.01 * decaying(300, 280, seed=5)
+    known = (truncated_svd(delta, rank=8),)
+    done = merge_with_cuts("w", [delta, other], MergeRule(rank=8), known=[known])
+    assert done.report.solver.startswith("known+warm q=")
+    second = merge_with_cuts("w", [other, delta], MergeRule(rank=8), known=[None, known])
+    torch.testing.assert_close(second.delta, done.delta, rtol=0, atol=1e-6)
+
+
+@settings(deadline=None, max_examples=40)
+@given(shapes, st.integers(1, 13), st.integers(1, 3), st.integers(0, 2**31))
+def test_the_merged_cut_is_the_truncation_of_the_merge(
+    shape: tuple[int, int], rank: int, count: int, seed: int
+) -> None:
+    deltas = [gaussian(*shape, seed=seed + i) for i in range(count)]
+    done = merge_with_cuts("w", deltas, MergeRule(rank=rank))
+    if rank >= min(shape):
+        assert (done.cuts, done.merged, done.report.spectrum) == ((None,) * count, None, ())
+        return
+    assert done.merged is not None
+    (cut,) = done.merged
+    assert cut.left.dtype == cut.right.dtype == torch.float32
+    assert cut.rank == rank
+    dense = done.delta.double().numpy()
+    values = np.linalg.svd(dense, compute_uv=False)
+    np.testing.assert_allclose(cut.singular_values.numpy(), values[:rank], rtol=1e-5, atol=1e-5)
+    assert cut.total_energy == pytest.approx((values**2).sum(), rel=1e-5)
+    error = float(((dense - cut.matrix().double().numpy()) ** 2).sum())
+    assert error <= (values[rank:] ** 2).sum() * (1 + 1e-6) + 1e-10
+    gram = cut.right.double() @ cut.right.double().T
+    torch.testing.assert_close(gram, torch.eye(rank).double(), rtol=0, atol=5e-6)
+
+
+def test_the_merged_cut_is_the_known_one_of_the_next_merge() -> None:
+    """W after a merge is base + merged: its own cut needs no decomposition."""
+    base, other = decaying(40, 30), decaying(40, 30, seed=3)
+    rule = MergeRule(rank=5)
+    done = merge_with_cuts("w", [base, other], rule)
+    again = merge_with_cuts("w", [done.delta, other], rule, known=(done.merged, done.cuts[1]))
+    cold, _ = merge_deltas("w", [done.delta, other], rule)
+    assert again.report.solver == "known"
+    torch.testing.assert_close(again.delta, cold, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_zero_deltas_have_cuts_too(rank: int) -> None:
+    zero = torch.zeros(6, 5)
+    done = merge_with_cuts("w", [zero, zero], MergeRule(rank=rank))
+    assert done.merged is not None
+    assert torch.equal(done.merged[0].matrix(), zero)
+    assert done.merged[0].rank == rank
+    again = merge_with_cuts("w", [zero, zero], MergeRule(rank=rank), known=(done.merged,))
+    assert torch.equal(again.delta, zero)
+
+
+def test_cuts_that_do_not_fit_are_left_unused() -> None:
+    deltas = [gaussian(9, 7), gaussian(9, 7, seed=1)]
+    rule = MergeRule(rank=3)
+    cold = merge_with_cuts("w", deltas, rule)
+    assert cold.cuts[0] is not None
+    for known in (
+        (truncated_svd(deltas[0], rank=2),),
+        (truncated_svd(deltas[0].T, rank=3),),
+        cold.cuts[0] * 2,
+        (),
+    ):
+        done = merge_with_cuts("w", deltas, rule, known=[known])
+        assert torch.equal(done.delta, cold.delta)
+        assert "known" not in done.report.solver
+    with pytest.raises(ValueError, match="3 known cuts for 2 deltas"):
+        merge_with_cuts("w", deltas, rule, known=[None] * 3)
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "shape"),
+    [
+        (MergeRule("mean"), "w", (9, 7)),
+        (MergeRule("monosoup"), "w", (9, 7)),
+        (MergeRule(rank=2), "norm.weight", (9,)),
+    ],
+)
+def test_methods_that_truncate_nothing_have_no_cuts(
+    rule: MergeRule, name: str, shape: tuple[int, ...]
+) -> None:
+    deltas = [gaussian(*shape, seed=seed) for seed in range(2)]
+    known = [(truncated_svd(gaussian(9, 7), rank=2),)]
+    done = merge_with_cuts(name, deltas, rule, known=known)
+    assert (done.cuts, done.merged, done.report.spectrum) == ((None, None), None, ())
+    assert torch.equal(done.delta, merge_deltas(name, deltas, rule)[0])
+
+
+def test_a_rule_of_energy_has_cuts_but_no_merged_one() -> None:
+    deltas = [gaussian(9, 7, seed=seed) for seed in range(2)]
+    done = merge_with_cuts("w", deltas, MergeRule(energy=0.8))
+    assert done.merged is None
+    assert all(cuts is not None for cuts in done.cuts)
+    again = merge_with_cuts("w", deltas, MergeRule(energy=0.8), known=done.cuts)
+    assert torch.equal(again.delta, done.delta)
+
+
+def test_the_report_has_the_spectrum_of_the_first_delta() -> None:
+    deltas = [gaussian(2, 90, 80, seed=seed) for seed in range(2)]
+    report = merge_deltas("experts.w", deltas, MergeRule(rank=3))[1]
+    values = np.linalg.svd(deltas[0][0].double().numpy(), compute_uv=False)
+    np.testing.assert_allclose(report.spectrum, values[:3], rtol=1e-5)
+    assert json.loads(json.dumps(report.to_json()))["spectrum"] == list(report.spectrum)
+    long = merge_deltas("experts.w", deltas, MergeRule(rank=75))[1].spectrum
+    assert len(long) == 64
+    np.testing.assert_allclose([long[0], long[-1]], [values[0], values[74]], rtol=1e-5)
+    assert list(long) == sorted(long, reverse=True)
+    assert replace(report, spectrum=()).to_json()["spectrum"] == []
