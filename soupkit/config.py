@@ -187,6 +187,12 @@ class SoupConfig:
         for field in ("include", "exclude"):
             object.__setattr__(self, field, _check_patterns(field, getattr(self, field)))
 
+    def is_merge_point(self, step: int) -> bool:
+        """Whether a run merges after optimizer step `step`."""
+        if step <= self.start_after_step or step % self.merge_every_n_steps:
+            return False
+        return self.stop_after_step is None or step <= self.stop_after_step
+
     def _refuse_what_the_method_ignores(self) -> None:
         """Raise ValueError for a setting that was chosen and would do nothing."""
         is_ema = self.method == "ema"

@@ -1,4 +1,4 @@
-"""Runs that train LoRA adapters: merged on factors, resumed exactly, exported as a whole variant."""
+"""Runs that train LoRA adapters: merged on factors, resumed exactly, exported whole."""
 
 from pathlib import Path
 

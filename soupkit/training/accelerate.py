@@ -26,6 +26,7 @@ from soupkit.config import ExportConfig, SoupConfig
 from soupkit.errors import TrainingError
 from soupkit.export import ExportReport
 from soupkit.files import atomic_write_json, read_json
+from soupkit.training.ema_run import EmaRun
 from soupkit.training.finish import export_run
 from soupkit.training.moments import has_stepped
 from soupkit.training.report import MergeReport
@@ -88,7 +89,7 @@ class Soup:
         self._optimizer = optimizer
         self._engine = model if is_engine(model) else None
         self._engine_steps = self._steps_of_engine()
-        self._run: SoupRun | None = None
+        self._run: SoupRun | EmaRun | None = None
         self._unmarked: str | None = None
         self._rewound_to: int | None = None
         # DeepSpeed's optimizers take an empty step when they are built.
@@ -188,6 +189,7 @@ class Soup:
             known = {*self._checkpoints(), str(target)}
             atomic_write_json(self._list_path, sorted(known))
 
+        run.before_checkpoint(self.num_steps)
         run.ranks.on_zero(write)
         run.journal.clean()
 
@@ -215,7 +217,7 @@ class Soup:
             for hook in self._hooks:
                 hook.remove()
 
-    def _begun(self) -> SoupRun:
+    def _begun(self) -> SoupRun | EmaRun:
         if self._unmarked is not None:
             raise TrainingError(
                 f"the checkpoint {self._unmarked} was made without soupkit, so its step is not "
@@ -233,7 +235,7 @@ class Soup:
             self._run = self._start(0, check_weights=False)
         return self._run
 
-    def _rewind(self, step: int) -> SoupRun:
+    def _rewind(self, step: int) -> SoupRun | EmaRun:
         """Go on after `step` of a loaded checkpoint; what came later is forgotten only now."""
         if self._run is not None:
             self._run.close()
@@ -241,7 +243,7 @@ class Soup:
         self.reports = [report for report in self.reports if report.step <= step]
         return self._start(step, check_weights=False)
 
-    def _start(self, step: int, *, check_weights: bool) -> SoupRun:
+    def _start(self, step: int, *, check_weights: bool) -> SoupRun | EmaRun:
         return self._preparation.start(
             step,
             evaluate=self._evaluate,

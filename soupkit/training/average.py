@@ -188,8 +188,8 @@ class Average:
 
     def _pairs(self) -> Iterator[tuple[Tensor, Part]]:
         """Every shard with its part, looked up anew: a framework may move its memory."""
-        for name in self.names:
-            yield from self._pairs_of(name)
+        for name, parts in self._store.all_parts():
+            yield from zip(self._shards[name], parts, strict=True)
 
 
 @dataclass(frozen=True, slots=True)

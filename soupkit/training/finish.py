@@ -20,8 +20,9 @@ from soupkit.export import ExportReport, export_variant
 from soupkit.family import open_family
 from soupkit.tracking import say
 from soupkit.training.base import check_fingerprint, open_base, save_configs
-from soupkit.training.checkpoint_tensors import checkpoint_model, checkpoint_tensors
-from soupkit.training.served import ShardedSource, on_zero_reading
+from soupkit.training.checkpoint_tensors import checkpoint_model
+from soupkit.training.ema_run import EmaRun
+from soupkit.training.served import on_zero_reading
 from soupkit.training.soup import SoupRun
 
 
@@ -58,18 +59,12 @@ def check_export(export: ExportConfig, base: Checkpoint | None, tensors: TensorS
         )
 
 
-def final_weights(run: SoupRun) -> ShardedSource:
-    """What the run ends with: its live weights, or its side soup if training sees no merges.
-    Collective.
-    """
-    partner = run.state.partner
-    if run.config.feed_back or partner is None:
-        return checkpoint_tensors(run.store.model)
-    return checkpoint_tensors(run.store.model, instead=run.journal.captured(partner.step))
-
-
 def export_run(
-    run: SoupRun, export: ExportConfig, *, step: int, save_companions: Callable[[Path], None]
+    run: SoupRun | EmaRun,
+    export: ExportConfig,
+    *,
+    step: int,
+    save_companions: Callable[[Path], None],
 ) -> ExportReport:
     """Write the weights that the run ends with as a variant. Collective; rank 0 writes.
 
@@ -104,9 +99,9 @@ def export_run(
         say(f"exported to {export.family}: {report.line()}")
         return report
 
-    return on_zero_reading(run.ranks, final_weights(run), write)
+    return on_zero_reading(run.ranks, run.final_weights(), write)
 
 
-def _score_of(run: SoupRun) -> dict[str, Any]:
+def _score_of(run: SoupRun | EmaRun) -> dict[str, Any]:
     partner = run.state.partner
     return {} if partner is None else {"best_step": partner.step, "best_score": partner.score}

@@ -158,17 +158,21 @@ def fsdp1_weights(model: nn.Module) -> Iterator[tuple[str, Flat]]:
             yield (f"{prefix}.{name}" if prefix else name), Flat(handle, index)
 
 
-def reshard(model: nn.Module) -> None:
-    """Drop the gathered copies that a forward without a backward has left behind. Local."""
-    for module in model.modules():
-        if _is_a(module, "FSDPModule"):
-            module.reshard()  # type: ignore[operator]
-        elif is_fsdp1(module):
-            _reshard_unit(module)
+def units(model: nn.Module) -> list[nn.Module]:
+    """The modules that gather weights for a forward."""
+    return [module for module in model.modules() if _is_a(module, "FSDPModule") or is_fsdp1(module)]
 
 
-def _reshard_unit(unit: Any) -> None:
-    """The same for one unit of FSDP1, whose outermost one keeps its gathered copy."""
+def reshard(unit: Any) -> None:
+    """Drop the gathered copy that a forward without a backward has left behind in a unit. Local."""
+    if is_fsdp1(unit):
+        _reshard_fsdp1(unit)
+    else:
+        unit.reshard()
+
+
+def _reshard_fsdp1(unit: Any) -> None:
+    """The outermost unit keeps its gathered copy after every forward."""
     handle = getattr(unit, "_handle", None)
     # Without `_local_shard` no forward has been.
     if handle is None or not hasattr(handle.flat_param, "_local_shard"):

@@ -19,7 +19,7 @@ from soupkit.tracking import say
 from soupkit.training.params import ParamStore
 from soupkit.training.ranks import Ranks
 from soupkit.training.report import MergeReport
-from soupkit.training.served import on_zero_reading
+from soupkit.training.served import ShardedSource, on_zero_reading
 from soupkit.training.state import Snapshot, SoupFolder, SoupState, write_tensors
 from soupkit.training.undo import InMemory, OnDisk
 
@@ -101,6 +101,24 @@ class Journal:
 
         self._ranks.on_zero(write)
         return state
+
+    def report(self, report: MergeReport) -> None:
+        """Keep the report of a comparison that changes no state."""
+
+        def write() -> None:
+            self._forget_later_steps()
+            self.folder.write_report(report.step, report.to_json())
+
+        self._ranks.on_zero(write)
+
+    def store_average(self, average: ShardedSource, step: int) -> None:
+        """Write a moving average as that of `step`; a commit at `step` must follow."""
+
+        def write(source: TensorSource) -> None:
+            self._forget_later_steps()
+            write_tensors(self.folder.average_path(step), source, durable=True)
+
+        on_zero_reading(self._ranks, average, write)
 
     def clean(self) -> None:
         """Delete what belongs to no checkpoint any more, and the weights that were set aside."""

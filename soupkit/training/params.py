@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from soupkit.delta import canonical_name, selected
 from soupkit.errors import TrainingError
-from soupkit.training import fsdp
 from soupkit.training.parts import Part, Weight, sum_of_bits
 from soupkit.training.peft import LoraUnit, is_peft, lora_units
 from soupkit.training.refusals import refuse_unsupported
@@ -61,7 +60,7 @@ class ParamStore:
         refuse_unsupported(model)
         self.model = model
         self.strategy = strategy_name(model)
-        every = ModelTensors(model)
+        self._tensors = every = ModelTensors(model)
         self.is_whole = every.is_whole
         self.is_lora = is_peft(model)
         # Under all names of a PEFT model: a tie of its base concerns no factor.
@@ -139,12 +138,17 @@ class ParamStore:
 
     def parts(self, name: str) -> tuple[Part, ...]:
         """This rank's live parts of one parameter; none where other ranks hold it."""
-        fsdp.reshard(self.model)
+        self._tensors.settle()
         return self.weights[name].parts()
+
+    def all_parts(self) -> list[tuple[str, tuple[Part, ...]]]:
+        """(name, this rank's live parts) of every parameter, sorted by name."""
+        self._tensors.settle()
+        return [(name, weight.parts()) for name, weight in self.weights.items()]
 
     def memory(self) -> list[Tensor]:
         """All live memory of this rank that the parameters are in: parts, then their copies."""
-        fsdp.reshard(self.model)
+        self._tensors.settle()
         return [
             part.data
             for weight in self.weights.values()
@@ -181,7 +185,7 @@ class ParamStore:
                 f"{weight.shape}"
             )
         whole = value.detach().contiguous()
-        fsdp.reshard(self.model)
+        self._tensors.settle()
         # Views without gradient, so that no grad mode has to be put back after an interrupt.
         for part in (*weight.parts(), *weight.copies()):
             part.data.copy_(part.of(whole))

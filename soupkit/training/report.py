@@ -96,18 +96,25 @@ class MergeReport:
 
     def scalars(self) -> dict[str, float]:
         """What TensorBoard shows of it, by the names of soupkit.tracking."""
+        # A moving average is compared, not merged: it has no partner and no deltas.
+        merged = {} if self.method == "ema" else self._merge_scalars()
         values = {
-            "soup/kept_energy": self.kept_energy,
-            "soup/delta_norm_before": self.delta_norm_before,
-            "soup/delta_norm_after": self.delta_norm_after,
-            "soup/cosine": self.cosine,
+            **merged,
             "soup/seconds": self.seconds,
-            "soup/partner_step": float(self.partner_step),
             "soup/accepted": float(self.accepted),
             "soup/metric_current": finite_or_none(self.metric_current),
             "soup/metric_merged": finite_or_none(self.metric_merged),
         }
         return {name: value for name, value in values.items() if value is not None}
+
+    def _merge_scalars(self) -> dict[str, float]:
+        return {
+            "soup/kept_energy": self.kept_energy,
+            "soup/delta_norm_before": self.delta_norm_before,
+            "soup/delta_norm_after": self.delta_norm_after,
+            "soup/cosine": self.cosine,
+            "soup/partner_step": float(self.partner_step),
+        }
 
     def line(self, metric_name: str) -> str:
         """One line for the terminal."""
@@ -115,6 +122,8 @@ class MergeReport:
         verdict = f"merged {with_whom}"
         if not self.accepted:
             verdict = f"merge {with_whom} refused, weights restored"
+        if self.method == "ema":
+            verdict = f"moving average {'better' if self.accepted else 'worse'} than the weights"
         parts = [f"step {self.step}: {verdict}"]
         if self.metric_current is not None:
             after = "-" if self.metric_merged is None else f"{self.metric_merged:.6g}"

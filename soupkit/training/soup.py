@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,9 +20,9 @@ from soupkit.checkpoint import Checkpoint
 from soupkit.config import SoupConfig
 from soupkit.errors import MergeError, TrainingError
 from soupkit.merge import MatrixReport, MergeRule
-from soupkit.tracking import ScalarWriter, say
 from soupkit.training.base import check_untouched, file_stamp
-from soupkit.training.guards import evaluation_mode, held_interrupts, preserved_rng
+from soupkit.training.checkpoint_tensors import checkpoint_tensors
+from soupkit.training.guards import held_interrupts, preserved_rng
 from soupkit.training.journal import Journal
 from soupkit.training.judge import Judge
 from soupkit.training.merging import merge_into
@@ -31,7 +30,10 @@ from soupkit.training.moments import reset_moments
 from soupkit.training.params import ParamStore
 from soupkit.training.ranks import Ranks
 from soupkit.training.report import MergeReport
+from soupkit.training.scoring import Scorer
+from soupkit.training.served import ShardedSource
 from soupkit.training.state import Partner, Snapshot, SoupState
+from soupkit.training.telling import Teller
 from soupkit.training.undo import InMemory, OnDisk
 
 REFUSALS_BEFORE_ADVICE = 3
@@ -45,7 +47,6 @@ class _Trial:
     current: float | None
     merged: float | None
     reason: str
-    score_seconds: float
 
 
 class SoupRun:
@@ -60,18 +61,15 @@ class SoupRun:
         journal: Journal,
         ranks: Ranks,
         state: SoupState,
-        evaluate: Callable[[], float] | None,
+        scorer: Scorer,
+        teller: Teller,
         optimizer: Any = None,
-        writer: ScalarWriter | None = None,
-        metric_name: str = "eval_loss",
     ) -> None:
         """Go on from `state`.
 
         Args:
             base: what deltas are taken against; None: only LoRA factors are merged.
-            evaluate: score of the live weights, for gate "metric".
-            writer: on rank 0, where scalars are wanted.
-            metric_name: what the score is called in reports.
+            scorer: of the live weights, for gate "metric".
         """
         self.config = config
         self.store = store
@@ -79,16 +77,16 @@ class SoupRun:
         self.journal = journal
         self.ranks = ranks
         self.state = state
-        self._evaluate = evaluate if config.gate == "metric" else None
+        self._scorer = scorer
+        self._teller = teller
         self._optimizer = optimizer
-        self._writer = writer
-        self._metric_name = metric_name
         self._base_stamp = None if base is None else file_stamp(base)
         self._judge = Judge(
             feed_back=bool(config.feed_back),
-            is_gated=self._evaluate is not None,
+            is_gated=scorer.is_gate,
             greater_is_better=config.greater_is_better,
         )
+        assert config.method != "ema", "a moving average is an EmaRun"
         self._rule = MergeRule(
             method=config.method,
             rank=config.rank,
@@ -99,10 +97,7 @@ class SoupRun:
 
     def is_due(self, step: int) -> bool:
         """Whether `step` is a merge point."""
-        config = self.config
-        if step <= config.start_after_step or step % config.merge_every_n_steps:
-            return False
-        return config.stop_after_step is None or step <= config.stop_after_step
+        return self.config.is_merge_point(step)
 
     def at_step(self, step: int, metric: float | None = None) -> MergeReport | None:
         """After optimizer step `step`: merge if it is a merge point. Collective.
@@ -132,7 +127,7 @@ class SoupRun:
             return
         metric = self.ranks.mean(metric)
         if not math.isfinite(metric):
-            self._say(f"step {step}: {self.config.metric_for_best} is {metric}, not used")
+            self._teller.say(f"step {step}: {self.config.metric_for_best} is {metric}, not used")
             return
         state = replace(self.state, step=step, metric_seen=True)
         partner = self.state.partner
@@ -142,35 +137,38 @@ class SoupRun:
         elif not self.state.metric_seen:
             self._commit(state)
 
-    def close(self) -> None:
-        """Close the scalar writer."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+    def before_checkpoint(self, step: int) -> None:
+        """The state of the last merge point is all that a checkpoint needs."""
 
-    def _score(self) -> float | None:
-        """The score of the live weights, the same bits on every rank; None without a gate."""
-        if self._evaluate is None:
-            return None
-        evaluate = self._evaluate
-        # The same generator state for every scoring: a model or a loss that draws draws the same.
-        seeded = preserved_rng(self.store.devices, seed=self.config.seed)
-        with seeded, evaluation_mode(self.store.model):
-            score = self.ranks.on_each(lambda: float(evaluate()))
-        return self.ranks.mean(score)
+    def at_preemption(self, step: int) -> None:
+        """A merge that is due is done by the run that resumes."""
+
+    def final_weights(self) -> ShardedSource:
+        """What the run ends with: its live weights, or its side soup if training sees no merges.
+        Collective.
+        """
+        partner = self.state.partner
+        if self.config.feed_back or partner is None:
+            return checkpoint_tensors(self.store.model)
+        return checkpoint_tensors(self.store.model, instead=self.journal.captured(partner.step))
+
+    def close(self) -> None:
+        """Close the figures."""
+        self._teller.close()
 
     def _capture_first(self, step: int, metric: float | None) -> None:
-        score = self._score() if metric is None else self.ranks.mean(metric)
+        score = self._scorer.score() if metric is None else self.ranks.mean(metric)
         if score is not None and not math.isfinite(score):
-            self._say(
-                f"step {step}: {self._metric_name} is {score}; these weights are not captured"
-            )
+            name = self._teller.metric_name
+            self._teller.say(f"step {step}: {name} is {score}; these weights are not captured")
             return
         self.journal.capture(step)
         seen = self.state.metric_seen or metric is not None
         self._commit(replace(self.state, step=step, partner=Partner(step, score), metric_seen=seen))
-        known = "" if score is None else f" ({self._metric_name} {score:.6g})"
-        self._say(f"step {step}: first merge point, weights captured{known}; the next one merges")
+        known = "" if score is None else f" ({self._teller.metric_name} {score:.6g})"
+        self._teller.say(
+            f"step {step}: first merge point, weights captured{known}; the next one merges"
+        )
 
     def _merge(self, step: int, partner: Partner, metric: float | None) -> MergeReport:
         started = time.perf_counter()
@@ -194,7 +192,7 @@ class SoupRun:
 
     def _report(self, step: int, partner: Partner, trial: _Trial, *, started: float) -> MergeReport:
         # Of the slowest rank, so that every rank has the same report.
-        spent = self.ranks.gather((time.perf_counter() - started, trial.score_seconds))
+        spent = self.ranks.gather((time.perf_counter() - started, self._scorer.take_seconds()))
         return MergeReport(
             step=step,
             partner_step=partner.step,
@@ -211,19 +209,15 @@ class SoupRun:
 
     def _try(self, partner: Snapshot) -> _Trial:
         """Score, merge into the live weights, score again."""
-        started = time.perf_counter()
-        current = self._score()
-        score_seconds = time.perf_counter() - started
+        current = self._scorer.score()
         try:
             self.ranks.on_zero(self._check_base)
             matrices = merge_into(
                 self.store, base=self.base, partner=partner, rule=self._rule, ranks=self.ranks
             )
         except MergeError as error:
-            return _Trial((), current, None, str(error), score_seconds)
-        started = time.perf_counter()
-        merged = self._score()
-        return _Trial(matrices, current, merged, "", score_seconds + time.perf_counter() - started)
+            return _Trial((), current, None, str(error))
+        return _Trial(matrices, current, self._scorer.score(), "")
 
     def _check_base(self) -> None:
         if self.base is not None and self._base_stamp is not None:
@@ -276,22 +270,10 @@ class SoupRun:
         self.journal.clean()
 
     def _tell(self, report: MergeReport) -> None:
-        kind = "" if self.config.feed_back else "side soup, "
-        self._say(kind + report.line(self._metric_name))
+        self._teller.tell(report, kind="" if self.config.feed_back else "side soup, ")
         if self.state.refused_in_a_row == REFUSALS_BEFORE_ADVICE:
-            self._say(
+            self._teller.say(
                 f"{REFUSALS_BEFORE_ADVICE} merges in a row were refused: set stop_after_step to "
                 "end merging before the learning rate decays, keep the rate constant for longer, "
                 'or try method="mean" or a higher rank'
             )
-        if self._writer is not None:
-            try:
-                self._writer.add(report.step, report.scalars())
-            except OSError as error:
-                # The merge is done and the other ranks have gone on: figures are not worth the run.
-                self._say(f"no more scalars for TensorBoard: {error}")
-                self._writer = None
-
-    def _say(self, text: str) -> None:
-        if self.ranks.is_zero:
-            say(text)

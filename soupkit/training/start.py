@@ -7,6 +7,7 @@ loads a checkpoint after all objects are built), so `Preparation` looks at the m
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from soupkit.config import SoupConfig
 from soupkit.errors import TrainingError
 from soupkit.files import PENDING_PREFIX
 from soupkit.tracking import ScalarWriter, say
+from soupkit.training.average import Average
 from soupkit.training.base import (
     NO_BASE,
     check_base,
@@ -29,13 +31,16 @@ from soupkit.training.base import (
 )
 from soupkit.training.checkpoint_tensors import checkpoint_tensors
 from soupkit.training.claim import claim
+from soupkit.training.ema_run import EmaRun
 from soupkit.training.journal import Journal, agreed_checksum
 from soupkit.training.moments import check_reset
 from soupkit.training.params import ParamStore
 from soupkit.training.ranks import Ranks
+from soupkit.training.scoring import Scorer
 from soupkit.training.served import on_zero_reading
 from soupkit.training.soup import SoupRun
 from soupkit.training.state import BaseRecord, Snapshot, SoupFolder, SoupState
+from soupkit.training.telling import Teller
 
 
 class Preparation:
@@ -67,6 +72,7 @@ class Preparation:
         self.given_base = base
         self.save_companions = save_companions
         self._record: BaseRecord | None = None
+        self._is_adopted = False
         agreed_checksum(self.store, self.ranks)
         self._check_folder()
         self._say(self.describe())
@@ -116,7 +122,7 @@ class Preparation:
         checkpoint_steps: Callable[[], Iterable[int] | None],
         metric_name: str,
         check_weights: bool = True,
-    ) -> SoupRun:
+    ) -> SoupRun | EmaRun:
         """Begin a run at step 0, or go on after `step`.
 
         Args:
@@ -145,18 +151,55 @@ class Preparation:
             undo_in_memory=self.config.undo == "memory",
         )
         has_writer = logdir is not None and self.ranks.is_zero
-        return SoupRun(
-            self.config,
-            store=self.store,
-            base=base,
-            journal=journal,
-            ranks=self.ranks,
-            state=state,
-            evaluate=evaluate,
-            optimizer=optimizer,
-            writer=ScalarWriter(logdir, step=step) if has_writer and logdir else None,
-            metric_name=metric_name,
+        writer = ScalarWriter(logdir, step=step) if has_writer and logdir else None
+        shared: dict[str, Any] = {
+            "store": self.store,
+            "base": base,
+            "journal": journal,
+            "ranks": self.ranks,
+            "state": state,
+            "scorer": Scorer(
+                evaluate if self.config.gate == "metric" else None,
+                store=self.store,
+                ranks=self.ranks,
+                seed=self.config.seed,
+            ),
+            "teller": Teller(self.ranks, writer=writer, metric_name=metric_name),
+        }
+        if self.config.method == "ema":
+            average = self._average(step, state)
+            return EmaRun(self.config, average=average, **shared)
+        return SoupRun(self.config, optimizer=optimizer, **shared)
+
+    def _average(self, step: int, state: SoupState) -> Average:
+        """The moving average as it was at `step`, or one that has not begun.
+
+        Raises:
+            TrainingError: it had begun, and its bits of that step were not stored.
+        """
+        config, folder, record = self.config, self.folder, state.average
+        average = self.ranks.on_each(
+            lambda: Average(
+                self.store, ranks=self.ranks, place=config.ema_place, folder=folder.root
+            )
         )
+        first = (config.start_after_step // config.ema_every_n_steps + 1) * config.ema_every_n_steps
+        is_known = record is None or record.step == step
+        if step > 0 and not self._is_adopted and (state.step != step or not is_known):
+            if step >= first:
+                raise TrainingError(
+                    f"{folder.root} has no moving average of step {step}, its newest state is of "
+                    f"step {state.step}: resume from the checkpoint of that step, and call "
+                    "soup.save(folder) beside each checkpoint of a loop of your own"
+                )
+        elif record is not None:
+            found = record
+            self.ranks.on_each(
+                lambda: average.load(
+                    Snapshot(folder.average_path(found.step)), num_updates=found.num_updates
+                )
+            )
+        return average
 
     def _fresh(self) -> SoupState:
         record = self._record or self.find_base()
@@ -179,6 +222,7 @@ class Preparation:
     def _resumed(self, step: int, check_weights: bool) -> SoupState:
         state = self.ranks.on_zero(lambda: self.folder.newest(at_most=step))
         self._record = None
+        self._is_adopted = state is None
         if state is None:
             state = self._adopted(step)
         elif self.given_base is not None:
@@ -254,6 +298,9 @@ class Preparation:
     def _check_space(self) -> None:
         """Raise TrainingError if a merge point could not write the undo file and a capture."""
         needed, free = 2 * self.store.nbytes, shutil.disk_usage(self.folder.root).free
+        if self.config.method == "ema":
+            needed = sum(4 * math.prod(self.store.shape(name)) for name in self.store.names)
+            needed *= 2 if self.config.ema_place == "disk" else 1
         if free < needed:
             raise TrainingError(
                 f"{self.folder.root} has {free / 1e9:.3g} GB free, a merge needs "

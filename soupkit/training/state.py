@@ -5,6 +5,7 @@ step.
                                           last, at once
     soup/partner-00000010.safetensors     the weights captured at step 10, in their own dtypes
     soup/report-00000020.json             the whole report of the merge at step 20
+    soup/average-00000020.safetensors     the moving average at step 20 (method "ema")
     soup/undo/weights.safetensors         the weights before the merge in work; of use to the living
                                           process only
     soup/base/                            the step-0 weights as a model folder, where no other
@@ -38,7 +39,7 @@ from soupkit.tensorfile import MappedFile, TensorFileWriter, TensorSpec
 
 SCHEMA = 1
 _STATE = re.compile(r"state-(\d+)\.json")
-_NUMBERED = re.compile(r"(?:state|partner|report)-(\d+)\.(?:json|safetensors)")
+_NUMBERED = re.compile(r"(?:state|partner|average|report)-(\d+)\.(?:json|safetensors)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,14 @@ class Partner:
 
 
 @dataclass(frozen=True, slots=True)
+class AverageRecord:
+    """A stored moving average: the step it is of, and the updates it has seen."""
+
+    step: int
+    num_updates: int
+
+
+@dataclass(frozen=True, slots=True)
 class SoupState:
     """All that decides how a run's merges go on after `step`.
 
@@ -74,6 +83,7 @@ class SoupState:
         metric_seen: an evaluation has given a metric, so metrics choose the partner (gate "none").
         refused_in_a_row: merges refused since the last accepted one.
         history: the sums of every merge so far.
+        average: of method "ema", where it has begun.
     """
 
     step: int
@@ -84,6 +94,7 @@ class SoupState:
     metric_seen: bool = False
     refused_in_a_row: int = 0
     history: tuple[dict[str, Any], ...] = ()
+    average: AverageRecord | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -95,11 +106,12 @@ class SoupState:
         fields = dict(value)
         if fields.pop("schema") != SCHEMA:
             raise ValueError(f"schema {value['schema']!r}, this soupkit reads {SCHEMA}")
-        partner = fields.pop("partner")
+        partner, average = fields.pop("partner"), fields.pop("average", None)
         return replace(
             cls(**{**fields, "base": BaseRecord(**fields["base"])}),
             partner=None if partner is None else Partner(**partner),
             history=tuple(fields["history"]),
+            average=None if average is None else AverageRecord(**average),
         )
 
 
@@ -176,6 +188,10 @@ class SoupFolder:
     def partner_path(self, step: int) -> Path:
         """The weights captured at `step`."""
         return self.root / f"partner-{step:08d}.safetensors"
+
+    def average_path(self, step: int) -> Path:
+        """The moving average as it was at `step`."""
+        return self.root / f"average-{step:08d}.safetensors"
 
     def state_path(self, step: int) -> Path:
         """The state after `step`."""
@@ -255,14 +271,17 @@ class SoupFolder:
         for step in steps:
             if step not in kept:
                 self.state_path(step).unlink(missing_ok=True)
-        partners = set()
+        needed = set()
         for step in kept:
             state = self.newest(at_most=step)
             if state is not None and state.partner is not None:
-                partners.add(self.partner_path(state.partner.step))
-        for path in self.root.glob("partner-*.safetensors"):
-            if path not in partners:
-                path.unlink(missing_ok=True)
+                needed.add(self.partner_path(state.partner.step))
+            if state is not None and state.average is not None:
+                needed.add(self.average_path(state.average.step))
+        for kind in ("partner", "average"):
+            for path in self.root.glob(f"{kind}-*.safetensors"):
+                if path not in needed:
+                    path.unlink(missing_ok=True)
 
     def remove_leftovers(self) -> None:
         """Delete what a killed process left half written. Call it before any write."""

@@ -22,6 +22,7 @@ from soupkit.config import ExportConfig, SoupConfig
 from soupkit.errors import TrainingError
 from soupkit.tracking import say
 from soupkit.training.checkpoint_tensors import checkpoint_tensors
+from soupkit.training.ema_run import EmaRun
 from soupkit.training.finish import check_export, export_run
 from soupkit.training.gate import EvaluationLoss
 from soupkit.training.report import MergeReport
@@ -76,7 +77,7 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
         self.base = base
         self.reports: list[MergeReport] = []
         self._attached: Trainer | None = None
-        self._run: SoupRun | None = None
+        self._run: SoupRun | EmaRun | None = None
         self._companions: Callable[[Path], None] = _no_companions
         self._is_preempted = False
 
@@ -155,8 +156,22 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
             # The process is about to be taken away and its checkpoint is written: a merge now would
             # not be in it.
             self._is_preempted = True
+            if self._run is not None:
+                self._run.at_preemption(int(state.global_step))
             return
         self._merge_at(int(state.global_step))
+        if control.should_save:
+            self._before_checkpoint(state)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Make ready for a checkpoint, if one follows. Collective."""
+        if control.should_save:
+            self._before_checkpoint(state)
+
+    def _before_checkpoint(self, state: Any) -> None:
+        # Before the Trainer's own is complete: none may be without what belongs to it.
+        if self._run is not None:
+            self._run.before_checkpoint(int(state.global_step))
 
     def on_evaluate(
         self,
@@ -170,9 +185,12 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
         value = (metrics or {}).get(self.config.metric_for_best)
         if self._run is not None and value is not None:
             self._run.on_metric(int(state.global_step), float(value))
+        if args.save_strategy == "best":
+            self._before_checkpoint(state)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Forget states whose checkpoints were rotated away."""
+        """Forget states whose checkpoints were rotated away. Collective."""
+        self._before_checkpoint(state)
         if self._run is not None:
             self._run.journal.clean()
 

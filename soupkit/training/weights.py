@@ -60,8 +60,12 @@ class ModelTensors:
 
     def __init__(self, model: nn.Module) -> None:
         """Look at the live weights of `model`."""
-        fsdp.reshard(model)
         inner = unwrap(model)
+        # Gathered copies are dropped before anything is read or written; see `settle`.
+        self._units = fsdp.units(model)
+        self._partitioner = zero.partitioner(model)
+        for unit in self._units:
+            fsdp.reshard(unit)
         tied = set(getattr(inner, "all_tied_weights_keys", None) or {})
         ignored = set(getattr(inner, "_keys_to_ignore_on_save", None) or ())
         self.weights: dict[str, Weight] = {}
@@ -81,6 +85,13 @@ class ModelTensors:
         self.names: tuple[str, ...] = tuple(sorted(self.weights))
         self.is_whole = all(isinstance(weight, Whole) for weight in self.weights.values())
 
+    def settle(self) -> None:
+        """Drop what forwards have left gathered, which a write would not reach. Local."""
+        for unit in self._units:
+            fsdp.reshard(unit)
+        if self._partitioner is not None:
+            zero.release(self._partitioner, self.every.values())
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one tensor."""
         return self.every[name].shape
@@ -97,6 +108,7 @@ class ModelTensors:
 
     def read(self, name: str) -> Tensor:
         """The value, of any of `every`, where ranks exchange it; do not write to it."""
+        self.settle()
         weight = self.every[name]
         return assemble(weight, [part.data for part in weight.parts()], weight.dtype)
 

@@ -14,6 +14,7 @@ into 0.0; so neither is used.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +133,21 @@ def is_held(tensor: Any) -> bool:
 def zero_weight(tensor: Any) -> Weight:
     """The weight that ZeRO holds as `tensor`."""
     return Partition(tensor) if hasattr(tensor, "ds_id") else Fragment(tensor)
+
+
+def partitioner(model: nn.Module) -> Any:
+    """The stage 3 optimizer that gathers and partitions the model's weights; None without one."""
+    found = (getattr(parameter, "_z3_optimizer", None) for parameter in model.parameters())
+    return next((optimizer for optimizer in found if optimizer is not None), None)
+
+
+def release(optimizer: Any, weights: Iterable[Any]) -> None:
+    """Drop the gathered copies that stage 3 keeps between forwards, or that a forward without a
+    backward has left behind. Local.
+    """
+    partitions = (weight for weight in weights if isinstance(weight, Partition))
+    if any(weight.tensor.ds_status.name == "AVAILABLE" for weight in partitions):
+        optimizer.empty_partition_cache()
 
 
 def masters(engine: nn.Module) -> dict[int, Tensor]:
