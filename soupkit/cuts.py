@@ -1,9 +1,9 @@
 """Truncations that outlive the merge that made them: kept, checked against a delta, and summed.
 
-    T_r(sum_i w_i L_i R_i):  [w_1 L_1 ..] = Q X, [R_1; ..]^T = P Y,  X Y^T = U S V^T,
-                             left = Q U_r S_r, right = (P V_r)^T
+    sum_i w_i L_i R_i = [w_1 L_1 ..] [R_1; ..] = M Q^T,   [R_1; ..]^T = Q X,  M = [w_1 L_1 ..] X^T
+    T_r of it = (M V_r) (Q V_r)^T,   V the eigenvectors of the small M^T M
 
-Exact but for rounding, at the cost of the factors (algorithms.md, section 5). Not here: merging.
+Exact but for rounding, at the cost of the factors. Not here: merging.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ def cut_of_sum(cuts: Sequence[TruncatedSVD], weights: Sequence[float], rank: int
     lefts = torch.cat([cut.left * weight for cut, weight in zip(cuts, weights, strict=True)], dim=1)
     rights = torch.cat([cut.right for cut in cuts])
     with full_precision(lefts):
-        # In float64: the core is small, and its small values would drown in those of float32.
-        q, r = torch.linalg.qr(lefts.double())
-        v, s = torch.linalg.qr(rights.T.double())
-        u, values, vh = torch.linalg.svd(r @ s.T, full_matrices=False)
-        kept = min(rank, values.numel())
-        left, right = q @ (u[:, :kept] * values[:kept]), vh[:kept] @ v.T
+        basis, rest = torch.linalg.qr(rights.T)
+        image = lefts @ rest.T
+        wide = image.double()
+        squares, turn = torch.linalg.eigh(wide.T @ wide)
+        turn = turn.flip(1)[:, :rank].float()
+        left, right = image @ turn, (basis @ turn).T
+        values = torch.linalg.vector_norm(left, dim=0, dtype=torch.float64)
     return TruncatedSVD(
-        left=left.float(),
-        right=right.float(),
-        singular_values=values[:kept],
-        total_energy=float(values.square().sum()),
+        left=left,
+        right=right.contiguous(),
+        singular_values=values.sort(descending=True).values,
+        total_energy=float(squares.clamp(min=0).sum()),
         solver="core",
     )
 
