@@ -10,11 +10,12 @@ leaves, on every rank, a record of the weights as the framework itself gathers t
 import gc
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from sharded_strategies import MODELS, STRATEGIES, Plain, without_compiler
+from sharded_strategies import MODELS, STRATEGIES, Plain, odd_llama, without_compiler
 from soup_runs import rows
 
 from soupkit import SoupConfig
@@ -92,7 +93,7 @@ def same_bits(first: dict, second: dict) -> bool:
     )
 
 
-def run(strategy: Plain, folder: Path) -> dict:
+def run(strategy: Plain, folder: Path, config: SoupConfig = CONFIG) -> dict:
     """Steps 1..7 with accepted merges at 4 and 6; then, under a launcher, one merge that is refused
     and two that fail on one rank.
     """
@@ -103,7 +104,7 @@ def run(strategy: Plain, folder: Path) -> dict:
     soup = Soup(
         strategy.model,
         optimizer=strategy.optimizer,
-        config=CONFIG,
+        config=config,
         evaluate=judge,
         output_dir=folder,
     )
@@ -162,12 +163,18 @@ def is_kept(strategy: Plain, data: Rows) -> bool:
 
 
 def named(run_name: str) -> Plain:
-    """The strategy of "<model>/<strategy>"; a model called "frozen" is "odd" with a frozen part."""
+    """The strategy of "<model>/<strategy>"; "frozen" is "odd" with a frozen part."""
     model, kind = run_name.split("/")
-    inner = MODELS["odd" if model == "frozen" else model]()
+    inner = MODELS.get(model, odd_llama)()
     if model == "frozen":
         inner.get_parameter(FROZEN).requires_grad_(False)
     return STRATEGIES.get(kind, Plain)(inner)
+
+
+def config_of(run_name: str) -> SoupConfig:
+    """A model called "reset" is "odd", whose momentum begins anew after a merge."""
+    is_reset = run_name.startswith("reset/")
+    return replace(CONFIG, optimizer_state="reset" if is_reset else "keep")
 
 
 def main() -> None:
@@ -186,7 +193,7 @@ def main() -> None:
     assert seen[0] != seen[1]
     for name in names:
         own = folder / name.replace("/", " ")
-        torch.save(run(named(name), own), f"{own} {rank}.pt")
+        torch.save(run(named(name), own, config_of(name)), f"{own} {rank}.pt")
         gc.collect()
     dist.barrier()
     dist.destroy_process_group()

@@ -24,6 +24,7 @@ from sharded_runs import (
     REFUSED,
     SAVED,
     Rows,
+    config_of,
     named,
     run,
     same_bits,
@@ -38,7 +39,14 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOAT32 = {"rtol": 2e-5, "atol": 2e-6}
 
 QUICK = ["odd/DDP", "odd/ZeRO-1", "odd/ZeRO-2", "odd/ZeRO-3", "odd/FSDP2", "tied/ZeRO-3"]
-SLICE = ["tied/FSDP2", "odd/FSDP1", "odd/ZeRO-2 bf16", "odd/ZeRO-3 bf16", "frozen/ZeRO-3"]
+SLICE = [
+    "tied/FSDP2",
+    "odd/FSDP1",
+    "odd/ZeRO-2 bf16",
+    "odd/ZeRO-3 bf16",
+    "frozen/ZeRO-3",
+    "reset/ZeRO-3",
+]
 SLOW = [
     "tied/ZeRO-1",
     "tied/ZeRO-2",
@@ -52,6 +60,11 @@ SLOW = [
     "tied/FSDP1",
     "odd/FSDP1 flat",
     "tied/FSDP1 flat",
+    "reset/ZeRO-1",
+    "reset/ZeRO-2",
+    "reset/FSDP2",
+    "reset/FSDP1",
+    "reset/FSDP1 flat",
     "odd/ZeRO-0 bf16",
     "odd/ZeRO-1 bf16",
     "odd/ZeRO-1 bf16 float32 sums",
@@ -102,7 +115,9 @@ class Records:
     def plain(self, name: str) -> dict:
         model = name.split("/")[0]
         if model not in self._plain:
-            self._plain[model] = run(named(f"{model}/plain"), self.folder / f"plain-{model}")
+            self._plain[model] = run(
+                named(f"{model}/plain"), self.folder / f"plain-{model}", config_of(name)
+            )
         return self._plain[model]
 
 
