@@ -319,7 +319,32 @@ def own_part(kind: str, base: Path, folder: Path) -> dict:
     }
 
 
-PARTS = {"accelerate": accelerate_part, "trainer": trainer_part, "own": own_part}
+def accumulating_part(kind: str, base: Path, folder: Path) -> dict:
+    """The engine counts micro-batches itself, so soup.step follows every call of engine.step."""
+    strategy, data = STRATEGIES[kind](tiny_llama(), accumulation=3), Rows()
+    strategy.assert_in_force()
+    config = SoupConfig(merge_every_n_steps=2, rank=3, gate="none")
+    soup = Soup(strategy.model, config=config, output_dir=folder)
+    counted, moved = [], []
+    for micro_step in range(1, 14):
+        before = strategy.whole()
+        strategy.step(data.batch(micro_step))
+        moved.append(not same_bits(before, strategy.whole()))
+        soup.step()
+        counted.append(soup.num_steps)
+    return {
+        "counted": counted,
+        "moved": [micro_step for micro_step, has_moved in enumerate(moved, 1) if has_moved],
+        "merges": [report.step for report in soup.reports],
+    }
+
+
+PARTS = {
+    "accelerate": accelerate_part,
+    "trainer": trainer_part,
+    "own": own_part,
+    "accumulating": accumulating_part,
+}
 
 
 def main() -> None:

@@ -104,6 +104,7 @@ class DeepSpeed(Plain):
         optimizer_class: str = "",
         bf16: bool = False,
         float32_accumulation: bool = False,
+        accumulation: int = 1,
         **zero,
     ) -> None:
         import deepspeed
@@ -113,6 +114,7 @@ class DeepSpeed(Plain):
         self.optimizer_class = optimizer_class
         config = {
             "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": accumulation,
             # DeepSpeed's own default is 1.0.
             "gradient_clipping": 0.0,
             "zero_allow_untested_optimizer": True,
