@@ -16,8 +16,9 @@ from torch import Tensor
 
 from soupkit.errors import MergeError
 
-# Entries summed at a time in float64: 8 MB of scratch, which stays in cache.
-_BLOCK_ENTRIES = 1 << 20
+# Entries summed at a time in float64: 2 MB of scratch. With 8 MB the allocator asks the system for
+# fresh pages every time: 6.3 ms instead of 0.5 for two tensors of 1536 x 576 (one thread).
+_BLOCK_ENTRIES = 1 << 18
 
 
 def check_finite(

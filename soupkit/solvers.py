@@ -39,7 +39,8 @@ _KRYLOV_MIN = 768
 # A basis may grow to this share of the short side: at 576 and 72 columns three blocks take 13 ms
 # and the eigendecomposition 25, a fourth block 10 more (one thread; `soupkit bench merge`).
 _BASIS_SHARE = 0.4
-# A block that comes wins a factor of 5 to 60 on flat to steep spectra; beyond 20, give up early.
+# A block that comes wins a factor of (theta_r / mean outside)^2, at most this: 4 on flat spectra,
+# 60 on steep ones. Where that cannot suffice, give up early.
 _BLOCK_WINS = 20.0
 # The certificate asks for less than TOLERANCE, because its bound is an estimate: on flat, decaying
 # and clustered spectra it was within 20 % of the true loss, in tight clusters short by a third.
@@ -50,15 +51,16 @@ _OVERSAMPLE = 8
 # it to rounding.
 _SMALL_TAIL = 1e-2
 # Cosine between two columns of a basis that counts as float32 rounding.
-_SKEW = 1e-6
+_SKEW = 5e-7
 
 LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # public, not in its stubs
 
 
-def _eigh(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (clamped at 0) and eigenvectors as columns, largest first."""
+def _eigh(gram: Tensor, count: int | None = None) -> tuple[Tensor, Tensor]:
+    """Eigenvalues (clamped at 0), all, and the first `count` eigenvectors, largest first."""
     values, vectors = torch.linalg.eigh(gram)
-    return values.flip(0).clamp(min=0), vectors.flip(1)
+    least = 0 if count is None else vectors.shape[1] - count
+    return values.flip(0).clamp(min=0), vectors[:, least:].flip(1)
 
 
 def _gram64(tall: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,10 +123,10 @@ def leading(
             found = _krylov(tall, torch.linalg.qr(sketch).Q, rank, total, short // (3 * width) + 1)
             if found is not None:
                 return _named(found, "krylov")
-        values, every = _eigh(tall.T @ tall)
+        values, every = _eigh(tall.T @ tall, width)
         if _rounding_is_harmless(values, rank, total):
             return Leading(every[:, :rank], None, "gram32")
-        found = _krylov(tall, every[:, :width], rank, total, min(2, short // width))
+        found = _krylov(tall, every, rank, total, min(2, short // width))
         if found is not None:
             return Leading(found.vectors, found.image, "gram32 refined")
     _, every, solver = exact(tall)
@@ -194,10 +196,12 @@ def _krylov(tall: Tensor, basis: Tensor, rank: int, total: float, blocks: int) -
         residuals = _residuals(fresh, rotation[-width:])
         bound = _loss_bound(squares, residuals, rank, len(kept))
         limit = _MARGIN * TOLERANCE * min(kept[-1], dropped)
-        is_open = len(kept) == 1 and _reach(squares, residuals, rank, total, short) > limit
+        mean = max(total - float(squares.sum()), 0.0) / max(short - squares.numel(), 1)
+        is_open = len(kept) == 1 and _reach(squares, residuals, rank, mean) > limit
         if dropped <= ROUNDING * total or (not is_open and _certified(kept, bound, limit)):
             return Leading(basis @ turn, image @ turn, f"q={len(kept)}")
-        if not left or bound > limit * _BLOCK_WINS**left:
+        wins = min(_BLOCK_WINS, (float(squares[rank - 1]) / max(mean, ROUNDING * total)) ** 2)
+        if not left or bound > limit * wins**left:
             return None
         added = _beside(basis, fresh)
         basis = torch.cat([basis, added], dim=1)
@@ -242,16 +246,15 @@ def _loss_bound(squares: Tensor, residuals: Tensor, rank: int, blocks: int) -> f
     return float((roots - gaps).sum()) / 2
 
 
-def _reach(squares: Tensor, residuals: Tensor, rank: int, total: float, short: int) -> float:
+def _reach(squares: Tensor, residuals: Tensor, rank: int, mean: float) -> float:
     """By how much a column past the rank may outgrow the last one kept, in squared values.
 
     A mixture of a vector of value lambda with those of value mu has the Ritz value theta and the
-    residual e with theta + e^2 / (theta - mu) = lambda; mu is the mean outside of the basis.
+    residual e with theta + e^2 / (theta - mu) = lambda; mu is `mean`, that outside of the basis.
     """
-    if squares.numel() in (rank, short):
+    if squares.numel() == rank:
         return 0.0
-    mean = (total - float(squares.sum())) / (short - squares.numel())
-    above = (squares[rank:] - mean).clamp(min=ROUNDING * total)
+    above = (squares[rank:] - mean).clamp(min=ROUNDING * float(squares[0]))
     grown = squares[rank:] + residuals[rank:].square() / above
     return float(grown.amax() - squares[rank - 1])
 

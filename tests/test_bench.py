@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import serving_kit
+import torch
 
 from soupkit.bench import export, kernel, merge, rows, serve
 from soupkit.bench.rows import Row, compare, document
@@ -64,10 +65,32 @@ def test_the_kernel_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_merges_keep_the_energy_that_full_svd_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge, "SHAPES", ((70, 90), (90, 70)))
-    energies = [found for found in merge.run(quick=True) if found.name.endswith("energy")]
-    assert len(energies) == 4
-    assert all(found.ok for found in energies)
+    monkeypatch.setattr(merge, "SHAPES", ((70, 90), (290, 270)))
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    found = merge.run(quick=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    names = [one.name for one in found]
+    assert len(names) == len(set(names))
+    energies = [one for one in found if one.name.endswith("energy")]
+    assert len(energies) == 2 * 2 * 4
+    assert all(one.ok for one in energies if one.goal is not None)
+    assert {one.baseline for one in found} == {"full SVD", "best", "one matrix", "cold merge"}
+
+
+def test_long_shapes_are_held_against_svd_lowrank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge, "SHAPES", ((90, 100),))
+    monkeypatch.setattr(merge, "FULL_MAX", 80)
+    found = merge.run(quick=True)
+    assert "svd_lowrank niter=2" in {one.baseline for one in found}
+    assert not [one for one in found if "flat" in one.name or one.name.endswith("energy")]
+
+
+def test_the_peak_counts_what_is_held_at_one_time() -> None:
+    apart = merge.peak_bytes(lambda: [float(torch.zeros(50_000).sum()) for _ in range(3)])
+    together = merge.peak_bytes(lambda: [torch.zeros(50_000) for _ in range(3)])
+    assert 200_000 <= apart < 300_000
+    assert 600_000 <= together < 700_000
 
 
 def test_export_and_restore_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

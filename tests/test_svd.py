@@ -70,7 +70,8 @@ def check_truncation(
     # 1e-12 of the energy is a relative error of 1e-6, the rounding of the float32 factors.
     assert error <= best * (1 + tolerance) + 1e-12 * total
     assert error >= best * (1 - 1e-5) - 1e-12 * total
-    assert cut.kept_energy == pytest.approx(1 - error / total, abs=1e-6)
+    # Rows that are orthonormal to 5e-6 (below) leave some 1e-6 of the energy open.
+    assert cut.kept_energy == pytest.approx(1 - error / total, abs=3e-6)
     gram = cut.right.double() @ cut.right.double().T
     torch.testing.assert_close(gram, torch.eye(kept).double(), rtol=0.0, atol=5e-6)
     norms = cut.left.double().norm(dim=0)
