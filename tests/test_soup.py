@@ -1,5 +1,6 @@
 """Soup in a plain loop: when it merges, with whom, what stays, and that nothing else is touched."""
 
+import dataclasses
 import json
 import signal
 
@@ -122,7 +123,7 @@ def test_the_first_merge_point_only_captures(tmp_path):
     assert loop.soup.step() is None
     assert_equal_weights(before, weights_of(loop.model))
     assert all(map(torch.equal, moments, optimizer_state(loop.optimizer)))
-    assert loop.state()["partner"] == {"step": 3, "score": None}
+    assert loop.state()["partner"] == {"step": 3, "score": None, "cuts": None}
 
 
 def test_merge_points_are_every_n_steps_after_start_and_until_stop(tmp_path):
@@ -150,7 +151,7 @@ def test_a_refused_merge_is_undone_bit_for_bit(tmp_path):
     assert_equal_weights(before, weights_of(loop.model))
     assert all(map(torch.equal, moments, optimizer_state(loop.optimizer)))
     # What the run goes on with beats the partner's 3.0, so it is the new one.
-    assert loop.state()["partner"] == {"step": 4, "score": 2.0}
+    assert loop.state()["partner"] == {"step": 4, "score": 2.0, "cuts": 4}
     assert not (loop.folder / "soup" / "undo").exists()
 
 
@@ -184,7 +185,7 @@ def test_greater_is_better_turns_the_gate_around(tmp_path):
     config = SoupConfig(merge_every_n_steps=1, rank=2, greater_is_better=True)
     loop = Loop(tmp_path, config, evaluate=lambda: next(scores))
     assert loop.steps(2)[1].accepted
-    assert loop.state()["partner"] == {"step": 2, "score": 0.6}
+    assert loop.state()["partner"] == {"step": 2, "score": 0.6, "cuts": 2}
 
 
 def test_the_partner_is_the_best_so_far(tmp_path):
@@ -195,7 +196,7 @@ def test_the_partner_is_the_best_so_far(tmp_path):
     # At 2 the accepted merge scores 1.5 and does not beat step 1; at 3 the refused one leaves 0.5.
     assert [report.partner_step for report in reports[1:]] == [1, 1, 3]
     assert [report.accepted for report in reports[1:]] == [True, False, True]
-    assert loop.state()["partner"] == {"step": 3, "score": 0.5}
+    assert loop.state()["partner"] == {"step": 3, "score": 0.5, "cuts": 3}
 
 
 def test_without_a_gate_metrics_choose_the_partner(tmp_path):
@@ -204,7 +205,7 @@ def test_without_a_gate_metrics_choose_the_partner(tmp_path):
         loop.steps(1, metric=metric)
     # Step 2 was the best when step 4 merged, and stays it.
     assert loop.soup.reports[0].partner_step == 2
-    assert loop.state()["partner"] == {"step": 2, "score": 0.4}
+    assert loop.state()["partner"] == {"step": 2, "score": 0.4, "cuts": 4}
     loop.steps(3)
     loop.train()
     before = weights_of(loop.model)
@@ -534,3 +535,37 @@ def test_an_evaluation_that_fails_leaves_the_old_weights(tmp_path):
     with pytest.raises(TypeError):
         loop.soup.step()
     assert_equal_weights(before, weights_of(loop.model))
+
+
+def test_what_a_merge_finds_of_the_next_partner_is_kept_and_used(tmp_path):
+    """The partner of the next merge is not decomposed again, whichever of the three it is."""
+    for scores, which in ((None, "merged"), ([1, 0, 1, 2, 3, 4], "partner")):
+        folder = tmp_path / which
+        evaluate = None if scores is None else list(map(float, scores)).__iter__().__next__
+        gate = {"gate": "none"} if scores is None else {}
+        loop = Loop(folder, SoupConfig(merge_every_n_steps=2, rank=2, **gate), evaluate=evaluate)
+        loop.steps(4)
+        kept = sorted(path.name for path in (loop.folder / "soup").glob("cuts-*"))
+        assert kept == ["cuts-00000004-00000.safetensors"]
+        loop.steps(2)
+        solvers = {m.name: m.solver for m in loop.soup.reports[-1].matrices if m.rank}
+        assert solvers
+        assert all("known" in solver for solver in solvers.values()), solvers
+
+
+def test_a_warm_merge_is_the_cold_one(tmp_path):
+    """The stored truncation takes the place of one that is computed: same result, to rounding."""
+    ends = []
+    for name in ("warm", "cold"):
+        loop = Loop(tmp_path / name, SoupConfig(merge_every_n_steps=2, rank=2, gate="none"))
+        loop.steps(4)
+        if name == "cold":
+            run = loop.soup._run
+            run.state = dataclasses.replace(
+                run.state, partner=dataclasses.replace(run.state.partner, cuts=None)
+            )
+        loop.steps(2)
+        ends.append(weights_of(loop.model))
+    warm, cold = ends
+    for name, value in warm.items():
+        torch.testing.assert_close(value, cold[name], rtol=1e-5, atol=1e-6)

@@ -461,13 +461,6 @@ SLOW = [
 ]
 
 
-def runs(names: list[str]) -> list:
-    mark = pytest.mark.xfail(
-        strict=True, reason="InMemory.restore meets copies that the evaluation has gathered"
-    )
-    return [pytest.param(name, marks=[mark] if "ZeRO-3" in name else []) for name in names]
-
-
 def found_by_two_ranks(names: list[str], folder: Path, *, timeout: float) -> dict:
     """By run and then by promise: what each rank found."""
     launch("average_runs.py", str(folder), *names, folder=folder, timeout=timeout)
@@ -491,7 +484,7 @@ def rest(tmp_path_factory):
     return found_by_two_ranks(SLOW, tmp_path_factory.mktemp("rest"), timeout=900)
 
 
-@pytest.mark.parametrize("name", runs(QUICK))
+@pytest.mark.parametrize("name", QUICK)
 def test_tb21_tb26_under_every_strategy_it_is_numpys_and_training_does_not_see_it(quick, name):
     """On two ranks, in all places; stored by rank 0 and gone on with; swapped in for an evaluation
     that ends well, fails on one rank, or is interrupted on one.
@@ -500,7 +493,7 @@ def test_tb21_tb26_under_every_strategy_it_is_numpys_and_training_does_not_see_i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", runs(SLOW))
+@pytest.mark.parametrize("name", SLOW)
 def test_strategy(rest, name):
     """TB21, TB26: offload, persistent ZeRO-3, every kind of master."""
     assert_all(rest, name)

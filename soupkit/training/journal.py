@@ -10,17 +10,19 @@ all. What is captured, and why, is not decided here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from soupkit.delta import TensorSource
 from soupkit.errors import TrainingError
+from soupkit.merge import Cuts
 from soupkit.tracking import say
+from soupkit.training.cuts import StoredCuts, write_cuts
 from soupkit.training.params import ParamStore
 from soupkit.training.ranks import Ranks
 from soupkit.training.report import MergeReport
 from soupkit.training.served import ShardedSource, on_zero_reading
-from soupkit.training.state import Snapshot, SoupFolder, SoupState, write_tensors
+from soupkit.training.state import Partner, Snapshot, SoupFolder, SoupState, write_tensors
 from soupkit.training.undo import InMemory, OnDisk
 
 
@@ -101,6 +103,32 @@ class Journal:
 
         self._ranks.on_zero(write)
         return state
+
+    def store_cuts(self, step: int, cuts: Mapping[str, Cuts]) -> None:
+        """Write what this rank found; a commit at `step` must follow."""
+
+        def write() -> None:
+            if self._ranks.is_zero:
+                self._forget_later_steps()
+            write_cuts(self.folder.cuts_path(step, self._ranks.rank), cuts)
+
+        self._ranks.on_each(write)
+
+    def cuts(self, partner: Partner) -> StoredCuts | None:
+        """What is known of a partner. Raises TrainingError if its files are gone or damaged."""
+        step = partner.cuts
+        if step is None:
+            return None
+
+        def read() -> StoredCuts:
+            paths = self.folder.cuts_paths(step)
+            if not paths:
+                raise TrainingError(
+                    f"{self.folder.cuts_path(step, 0)} is gone; resume from an older checkpoint"
+                )
+            return StoredCuts(paths)
+
+        return self._ranks.on_each(read)
 
     def report(self, report: MergeReport) -> None:
         """Keep the report of a comparison that changes no state."""

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from soupkit.delta import TensorSource, layout, subtract
 from soupkit.factored import merge_pairs
-from soupkit.merge import MatrixReport, MergeRule, merge_deltas
+from soupkit.merge import Cuts, MatrixReport, MergeRule, merge_with_cuts
 from soupkit.numeric import check_finite
+from soupkit.training.cuts import Found, StoredCuts, on_host
 from soupkit.training.params import ParamStore, Unit
 from soupkit.training.peft import LoraUnit, factors_of, pair_of
 from soupkit.training.ranks import Ranks
@@ -50,9 +51,13 @@ def merged_values(
     base: TensorSource | None,
     partner: TensorSource,
     rule: MergeRule,
-) -> tuple[list[Tensor], MatrixReport]:
-    """The merged values of one unit, in the dtypes and on the devices of its `current` ones, and
-    what was done.
+    known: StoredCuts | None = None,
+) -> tuple[list[Tensor], MatrixReport, Found | None]:
+    """The merged values of one unit, in the dtypes and on the devices of its `current` ones; what
+    was done; and what was found for the next merge.
+
+    Args:
+        known: of the partner.
 
     Raises:
         MergeError: a weight or the result is not finite, or no decomposition was found.
@@ -61,30 +66,44 @@ def merged_values(
         partner.tensor(name).to(value.device)
         for name, value in zip(unit.names, current, strict=True)
     ]
+    found: Found | None = None
     if unit.lora is not None:
         merged, report = _merged_factors(unit.lora, current, captured, rule)
     elif unit.has_base and base is not None:
         start = base.tensor(unit.name).to(current[0].device)
-        merged, report = _merged_weight(unit.name, current[0], captured[0], start, rule)
+        cuts = None if known is None else known.of(unit.name)
+        value, report, found = _merged_weight(unit.name, current[0], captured[0], start, rule, cuts)
+        merged = [value]
     else:
         plain = MergeRule("mean", weights=rule.weights)
         start = torch.zeros((), device=current[0].device).expand(current[0].shape)
-        merged, report = _merged_weight(unit.name, current[0], captured[0], start, plain)
+        value, report, _ = _merged_weight(unit.name, current[0], captured[0], start, plain, None)
+        merged = [value]
     values = [
         value.to(live.dtype).contiguous() for value, live in zip(merged, current, strict=True)
     ]
     for name, value in zip(unit.names, values, strict=True):
         check_finite(name, value)
-    return values, report
+    return values, report, found
 
 
 def _merged_weight(
-    name: str, current: Tensor, other: Tensor, start: Tensor, rule: MergeRule
-) -> tuple[list[Tensor], MatrixReport]:
+    name: str,
+    current: Tensor,
+    other: Tensor,
+    start: Tensor,
+    rule: MergeRule,
+    cuts: Cuts | None,
+) -> tuple[Tensor, MatrixReport, Found | None]:
     deltas = (subtract(current, start, name=name), subtract(other, start, name=name))
-    merged, report = merge_deltas(name, deltas, rule)
+    known = None if cuts is None else tuple(cut.to(current.device) for cut in cuts)
+    done = merge_with_cuts(name, deltas, rule, known=(None, known))
     wide = torch.promote_types(torch.promote_types(current.dtype, start.dtype), torch.float32)
-    return [start.to(wide) + merged.to(wide)], report
+    value = start.to(wide) + done.delta.to(wide)
+    own, captured = done.cuts
+    if own is None or captured is None or done.merged is None:
+        return value, done.report, None
+    return value, done.report, Found(on_host(own), on_host(captured), on_host(done.merged))
 
 
 def _merged_factors(
@@ -102,24 +121,34 @@ def merge_into(
     partner: TensorSource,
     rule: MergeRule,
     ranks: Ranks,
-) -> tuple[MatrixReport, ...]:
+    known: StoredCuts | None = None,
+) -> tuple[tuple[MatrixReport, ...], dict[str, Found]]:
     """Overwrite every parameter of the store by its merge with the partner. Collective.
 
+    Args:
+        known: truncated deltas of the partner, from an earlier merge.
+
     Returns:
-        One report a unit, sorted by name, the same on every rank.
+        One report a unit, sorted by name, the same on every rank; and what this rank has found of
+        the units that it decomposed.
 
     Raises:
         MergeError: on every rank, if one rank's unit cannot be merged; some are written already:
             undo them. Any other fault of one rank (memory, a disk) is raised on all, too.
     """
     own: list[MatrixReport] = []
+    found: dict[str, Found] = {}
     units = {unit.name: unit for unit in store.units}
 
     def share(unit: Unit | None, current: Sequence[Tensor]) -> list[Tensor]:
         if unit is None:
             return []
-        values, report = merged_values(unit, current, base=base, partner=partner, rule=rule)
+        values, report, of_unit = merged_values(
+            unit, current, base=base, partner=partner, rule=rule, known=known
+        )
         own.append(report)
+        if of_unit is not None:
+            found[unit.name] = of_unit
         return values
 
     costs = {
@@ -137,7 +166,7 @@ def merge_into(
                 ranks.broadcast(value, source=owner)
                 store.write(name, value)
     every = [report for reports in ranks.gather(own) for report in reports]
-    return tuple(sorted(every, key=lambda report: report.name))
+    return tuple(sorted(every, key=lambda report: report.name)), found
 
 
 def _own_values(store: ParamStore, dealt: Sequence[Unit], mine: Unit | None) -> list[Tensor]:

@@ -22,6 +22,7 @@ from soupkit.errors import MergeError, TrainingError
 from soupkit.merge import MatrixReport, MergeRule
 from soupkit.training.base import check_untouched, file_stamp
 from soupkit.training.checkpoint_tensors import checkpoint_tensors
+from soupkit.training.cuts import Found
 from soupkit.training.guards import held_interrupts, preserved_rng
 from soupkit.training.journal import Journal
 from soupkit.training.judge import Judge
@@ -32,7 +33,7 @@ from soupkit.training.ranks import Ranks
 from soupkit.training.report import MergeReport
 from soupkit.training.scoring import Scorer
 from soupkit.training.served import ShardedSource
-from soupkit.training.state import Partner, Snapshot, SoupState
+from soupkit.training.state import Partner, SoupState
 from soupkit.training.telling import Teller
 from soupkit.training.undo import InMemory, OnDisk
 
@@ -44,6 +45,7 @@ class _Trial:
     """A merge that stands in the live weights and waits for its verdict."""
 
     matrices: tuple[MatrixReport, ...]
+    found: dict[str, Found]
     current: float | None
     merged: float | None
     reason: str
@@ -176,10 +178,10 @@ class SoupRun:
         saved = self.journal.set_aside()
         before = self.store.checksum()
         try:
-            trial = self._try(self.journal.captured(partner.step))
+            trial = self._try(partner)
             with held_interrupts():
                 report = self._report(step, partner, trial, started=started)
-                self._conclude(report, partner, metric, saved=saved, before=before)
+                self._conclude(report, partner, metric, trial=trial, saved=saved, before=before)
         except BaseException:
             # Ctrl-C, an evaluation that failed, a full disk: whoever catches it finds the old
             # weights, not half of new ones, nor new ones that the state knows nothing of.
@@ -207,17 +209,22 @@ class SoupRun:
             matrices=trial.matrices,
         )
 
-    def _try(self, partner: Snapshot) -> _Trial:
+    def _try(self, partner: Partner) -> _Trial:
         """Score, merge into the live weights, score again."""
         current = self._scorer.score()
         try:
             self.ranks.on_zero(self._check_base)
-            matrices = merge_into(
-                self.store, base=self.base, partner=partner, rule=self._rule, ranks=self.ranks
+            matrices, found = merge_into(
+                self.store,
+                base=self.base,
+                partner=self.journal.captured(partner.step),
+                rule=self._rule,
+                ranks=self.ranks,
+                known=self.journal.cuts(partner),
             )
         except MergeError as error:
-            return _Trial((), current, None, str(error))
-        return _Trial(matrices, current, self._scorer.score(), "")
+            return _Trial((), {}, current, None, str(error))
+        return _Trial(matrices, found, current, self._scorer.score(), "")
 
     def _check_base(self) -> None:
         if self.base is not None and self._base_stamp is not None:
@@ -229,6 +236,7 @@ class SoupRun:
         partner: Partner,
         metric: float | None,
         *,
+        trial: _Trial,
         saved: OnDisk | InMemory,
         before: str,
     ) -> None:
@@ -243,11 +251,12 @@ class SoupRun:
             self._undo(saved, before)
         if chosen is not None and from_undo:
             self.journal.capture_set_aside(chosen.step)
+        partner = self._with_cuts(report.step, trial, chosen, from_undo, partner)
         refused = 0 if report.accepted else self.state.refused_in_a_row + 1
         state = replace(
             self.state,
             step=report.step,
-            partner=chosen or partner,
+            partner=partner,
             metric_seen=metric_seen,
             refused_in_a_row=refused,
             history=(*self.state.history, report.to_json(matrices=False)),
@@ -255,6 +264,24 @@ class SoupRun:
         self._commit(state, report=report)
         if stays and self.config.optimizer_state == "reset":
             reset_moments(self.store, self._optimizer)
+
+    def _with_cuts(
+        self, step: int, trial: _Trial, chosen: Partner | None, from_undo: bool, partner: Partner
+    ) -> Partner:
+        """The partner of the next merge, with what this one has found of it stored."""
+        next_partner = chosen or partner
+        has_cuts = self._rule.method == "svd_mean" and self._rule.rank is not None
+        if (
+            not has_cuts
+            or not trial.matrices
+            or self.store.is_lora
+            or next_partner.cuts is not None
+        ):
+            return next_partner
+        which = "partner" if chosen is None else "current" if from_undo else "merged"
+        cuts = {name: getattr(found, which) for name, found in trial.found.items()}
+        self.journal.store_cuts(step, cuts)
+        return replace(next_partner, cuts=step)
 
     def _undo(self, saved: OnDisk | InMemory, before: str) -> None:
         self.ranks.on_each(lambda: saved.restore(self.store))

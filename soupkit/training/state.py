@@ -5,6 +5,7 @@ step.
                                           last, at once
     soup/partner-00000010.safetensors     the weights captured at step 10, in their own dtypes
     soup/report-00000020.json             the whole report of the merge at step 20
+    soup/cuts-00000020-00000.safetensors  truncated deltas of the partner, by rank 0; see cuts.py
     soup/average-00000020.safetensors     the moving average at step 20 (method "ema")
     soup/undo/weights.safetensors         the weights before the merge in work; of use to the living
                                           process only
@@ -39,7 +40,9 @@ from soupkit.tensorfile import MappedFile, TensorFileWriter, TensorSpec
 
 SCHEMA = 1
 _STATE = re.compile(r"state-(\d+)\.json")
-_NUMBERED = re.compile(r"(?:state|partner|average|report)-(\d+)\.(?:json|safetensors)")
+_NUMBERED = re.compile(
+    r"(?:state|partner|average|report|cuts)-(\d+)(?:-\d+)?\.(?:json|safetensors)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +62,16 @@ class BaseRecord:
 
 @dataclass(frozen=True, slots=True)
 class Partner:
-    """Captured weights: the step they are of, and their score (None: captured without one)."""
+    """Captured weights.
+
+    Args:
+        step: that they are of. score: None: captured without one.
+        cuts: step of the merge that stored the truncations of their deltas; None: not known yet.
+    """
 
     step: int
     score: float | None
+    cuts: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +198,14 @@ class SoupFolder:
         """The weights captured at `step`."""
         return self.root / f"partner-{step:08d}.safetensors"
 
+    def cuts_path(self, step: int, rank: int) -> Path:
+        """The truncated deltas that a rank found in the merge at `step`."""
+        return self.root / f"cuts-{step:08d}-{rank:05d}.safetensors"
+
+    def cuts_paths(self, step: int) -> list[Path]:
+        """Those of all ranks that ran then."""
+        return sorted(self.root.glob(f"cuts-{step:08d}-*.safetensors"))
+
     def average_path(self, step: int) -> Path:
         """The moving average as it was at `step`."""
         return self.root / f"average-{step:08d}.safetensors"
@@ -276,9 +293,11 @@ class SoupFolder:
             state = self.newest(at_most=step)
             if state is not None and state.partner is not None:
                 needed.add(self.partner_path(state.partner.step))
+                if state.partner.cuts is not None:
+                    needed.update(self.cuts_paths(state.partner.cuts))
             if state is not None and state.average is not None:
                 needed.add(self.average_path(state.average.step))
-        for kind in ("partner", "average"):
+        for kind in ("partner", "average", "cuts"):
             for path in self.root.glob(f"{kind}-*.safetensors"):
                 if path not in needed:
                     path.unlink(missing_ok=True)
