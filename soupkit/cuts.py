@@ -8,16 +8,21 @@ Exact but for rounding, at the cost of the factors. Not here: merging.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from soupkit.numeric import full_precision
-from soupkit.svd import TruncatedSVD
+from soupkit.numeric import full_precision, inner_product, squared_norm
+from soupkit.solvers import WARM_ALWAYS_FROM
+from soupkit.svd import TruncatedSVD, truncated_svd
 
 # The truncations of one parameter, one a matrix: experts have several.
 Cuts = tuple[TruncatedSVD, ...]
+# Cosine of two deltas above which the second is cut from the vectors of the first.
+_ALIKE = 0.99
 # Singular values that a report shows.
 _POINTS = 64
 
@@ -79,3 +84,42 @@ def picked(values: Tensor) -> tuple[float, ...]:
         places = torch.linspace(0, values.numel() - 1, _POINTS, dtype=torch.float64)
         values = values[places.round().long().to(values.device)]
     return tuple(values.tolist())
+
+
+def cuts_of(
+    matrices: Sequence[Tensor],
+    known: Sequence[TruncatedSVD | None],
+    *,
+    rank: int | None,
+    energy: float | None,
+    seed: int,
+) -> Cuts:
+    """T_r of each matrix: the known one, or computed, from the first known or computed one where
+    that pays.
+
+    Args:
+        known: one a matrix, None where it is to be computed. rank, energy, seed: see truncated_svd.
+    """
+    first = next((index for index, cut in enumerate(known) if cut is not None), 0)
+    guide = known[first]
+    found: list[TruncatedSVD] = []
+    for matrix, cut in zip(matrices, known, strict=True):
+        if cut is not None:
+            found.append(replace(cut, solver="known"))
+            continue
+        nearby = guide or (found[0] if found else None)
+        # A long short side gains from a start that is far off, too; elsewhere such a one costs a
+        # fifth more than none (`soupkit bench merge`; merge points of real runs are 30-50 % apart).
+        pays = nearby is not None and (
+            (guide is not None and min(matrix.shape) >= WARM_ALWAYS_FROM)
+            or _are_alike(matrices[first], matrix)
+        )
+        start = nearby.short_side if nearby is not None and pays and rank else None
+        found.append(truncated_svd(matrix, rank=rank, energy=energy, seed=seed, start=start))
+    return tuple(found)
+
+
+def _are_alike(first: Tensor, other: Tensor) -> bool:
+    """Whether the vectors of one are a start for the other; about 10 % apart, it pays."""
+    scale = math.sqrt(squared_norm(first) * squared_norm(other))
+    return inner_product(first, other) >= _ALIKE * scale

@@ -26,16 +26,13 @@ from torch import Tensor
 
 from soupkit.config import Method, check_choice, check_count, check_truncation
 from soupkit.cuts import Cuts as Cuts
-from soupkit.cuts import cut_of_sum, fitting, picked
+from soupkit.cuts import cut_of_sum, cuts_of, fitting, picked
 from soupkit.delta import as_matrices, from_matrices, layout
 from soupkit.errors import MergeError
 from soupkit.monosoup import edit
 from soupkit.monosoup import monosoup_coefficients as monosoup_coefficients
 from soupkit.numeric import check_finite, full_precision, inner_product, squared_norm
-from soupkit.svd import TruncatedSVD, truncated_svd
-
-# Cosine of two deltas above which the second is cut from the vectors of the first.
-_ALIKE = 0.99
+from soupkit.svd import TruncatedSVD
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +303,7 @@ def _svd_mean(
     """sum_i w_i T_r(delta_i); the plain mean, exactly, where r cuts nothing."""
     if rule.rank is not None and rule.rank >= min(matrices[0].shape):
         return _Merged(_mean(matrices, weights), min(matrices[0].shape), 1.0, 1.0, frozenset())
-    cuts = _cuts(matrices, rule, known)
+    cuts = cuts_of(matrices, known, rank=rule.rank, energy=rule.energy, seed=rule.seed)
     merged = cuts[0].left @ cuts[0].right * weights[0]
     for cut, weight in zip(cuts[1:], weights[1:], strict=True):
         merged.addmm_(cut.left, cut.right, alpha=weight)
@@ -318,29 +315,3 @@ def _svd_mean(
         frozenset(cut.solver for cut in cuts),
         cuts,
     )
-
-
-def _cuts(
-    matrices: Sequence[Tensor], rule: MergeRule, known: Sequence[TruncatedSVD | None]
-) -> Cuts:
-    """T_r of each matrix: the known one, or computed from the first known; alike ones from the
-    first computed."""
-    guide = next((cut for cut in known if cut is not None), None)
-    found: list[TruncatedSVD] = []
-    for matrix, cut in zip(matrices, known, strict=True):
-        if cut is not None:
-            found.append(replace(cut, solver="known"))
-            continue
-        if guide is None and found and _are_alike(matrices[0], matrix):
-            guide = found[0]
-        start = None if guide is None or rule.rank is None else guide.short_side
-        found.append(
-            truncated_svd(matrix, rank=rule.rank, energy=rule.energy, seed=rule.seed, start=start)
-        )
-    return tuple(found)
-
-
-def _are_alike(first: Tensor, other: Tensor) -> bool:
-    """Whether the vectors of one are a start for the other; about 10 % apart, it pays."""
-    scale = math.sqrt(squared_norm(first) * squared_norm(other))
-    return inner_product(first, other) >= _ALIKE * scale

@@ -37,6 +37,8 @@ _EXACT_MAX = 256
 # least this length; at 576, rank 32, it saves 10 of 25 ms and is not exact.
 _KRYLOV_SHARE = 16
 _KRYLOV_MIN = 768
+# From this short side on, a guess that is 30 % off still saves time.
+WARM_ALWAYS_FROM = _KRYLOV_MIN
 # A basis may grow to this share of the short side: at 576 x 576 and 72 columns three blocks take 18
 # ms and the cold path 28 (one thread; `soupkit bench merge`).
 _BASIS_SHARE = 0.4

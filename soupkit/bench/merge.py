@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from soupkit.bench import strategies
 from soupkit.bench.rows import Row, compare
 from soupkit.merge import MergeRule, merge_deltas, merge_with_cuts
 from soupkit.svd import TruncatedSVD, truncated_svd
@@ -29,11 +30,11 @@ MEMORY_GOAL = 4.0
 
 
 def run(*, quick: bool) -> list[Row]:
-    """Rows for each shape and spectrum."""
+    """Rows for each shape and spectrum, then what a merge costs a run under each strategy."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return [
+        found = [
             row
             for shape in (SHAPES[:QUICK_SHAPES] if quick else SHAPES)
             for spectrum in ("decaying", "flat")
@@ -43,6 +44,7 @@ def run(*, quick: bool) -> list[Row]:
         ]
     finally:
         torch.set_num_threads(threads)
+    return [*found, *strategies.rows(quick=quick)]
 
 
 def _matrix(shape: tuple[int, int], spectrum: str, generator: torch.Generator) -> Tensor:

@@ -16,7 +16,6 @@ import json
 import math
 import os
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -173,17 +172,21 @@ def measure(strategy: str, *, layers: int, merges: int, folder: Path) -> dict[st
         if index % 2:
             extra.append(peak[0])
     soup.finish()
-    matrices = [math.prod(matrix.shape) for matrix in soup.reports[-1].matrices]
+    matrices = soup.reports[-1].matrices
+    cut = [matrix for matrix in matrices if matrix.rank]
     return {
         "strategy": strategy,
         "ranks": ranks,
+        "device": device.type,
         "step_seconds": statistics.median(steps[1:]),
         "steps": steps[1:],
         "merges": [report.seconds - report.score_seconds for report in soup.reports],
         "scores": [report.score_seconds for report in soup.reports],
         "extra_bytes": max(extra[1:]),
-        "largest_bytes": 4 * max(matrices),
-        "solvers": sorted({matrix.solver for matrix in soup.reports[-1].matrices}),
+        "largest_bytes": 4 * max(math.prod(matrix.shape) for matrix in matrices),
+        # Three truncations of each matrix wait in host memory for the verdict.
+        "factor_bytes": sum(3 * 4 * matrix.rank * sum(matrix.shape) for matrix in cut) // ranks,
+        "solvers": sorted({matrix.solver for matrix in matrices}),
     }
 
 

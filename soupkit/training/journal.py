@@ -17,12 +17,12 @@ from soupkit.delta import TensorSource
 from soupkit.errors import TrainingError
 from soupkit.merge import Cuts
 from soupkit.tracking import say
-from soupkit.training.cuts import StoredCuts, write_cuts
 from soupkit.training.params import ParamStore
 from soupkit.training.ranks import Ranks
 from soupkit.training.report import MergeReport
 from soupkit.training.served import ShardedSource, on_zero_reading
 from soupkit.training.state import Partner, Snapshot, SoupFolder, SoupState, write_tensors
+from soupkit.training.stored_cuts import StoredCuts, write_cuts
 from soupkit.training.undo import InMemory, OnDisk
 
 

@@ -22,10 +22,10 @@ from soupkit.delta import TensorSource, layout, subtract
 from soupkit.factored import merge_pairs
 from soupkit.merge import Cuts, MatrixReport, MergeRule, merge_with_cuts
 from soupkit.numeric import check_finite
-from soupkit.training.cuts import Found, StoredCuts, on_host
 from soupkit.training.params import ParamStore, Unit
 from soupkit.training.peft import LoraUnit, factors_of, pair_of
 from soupkit.training.ranks import Ranks
+from soupkit.training.stored_cuts import Found, StoredCuts, on_host
 
 
 def cost_of(name: str, shape: tuple[int, ...]) -> int:

@@ -22,7 +22,6 @@ from soupkit.errors import MergeError, TrainingError
 from soupkit.merge import MatrixReport, MergeRule
 from soupkit.training.base import check_untouched, file_stamp
 from soupkit.training.checkpoint_tensors import checkpoint_tensors
-from soupkit.training.cuts import Found
 from soupkit.training.guards import held_interrupts, preserved_rng
 from soupkit.training.journal import Journal
 from soupkit.training.judge import Judge
@@ -34,6 +33,7 @@ from soupkit.training.report import MergeReport
 from soupkit.training.scoring import Scorer
 from soupkit.training.served import ShardedSource
 from soupkit.training.state import Partner, SoupState
+from soupkit.training.stored_cuts import Found
 from soupkit.training.telling import Teller
 from soupkit.training.undo import InMemory, OnDisk
 

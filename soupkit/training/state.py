@@ -5,7 +5,7 @@ step.
                                           last, at once
     soup/partner-00000010.safetensors     the weights captured at step 10, in their own dtypes
     soup/report-00000020.json             the whole report of the merge at step 20
-    soup/cuts-00000020-00000.safetensors  truncated deltas of the partner, by rank 0; see cuts.py
+    soup/cuts-00000020-00000.safetensors  truncated deltas of the partner, by rank 0
     soup/average-00000020.safetensors     the moving average at step 20 (method "ema")
     soup/undo/weights.safetensors         the weights before the merge in work; of use to the living
                                           process only
