@@ -18,7 +18,7 @@ import torch.distributed as dist
 from sharded_strategies import MODELS, STRATEGIES, Plain, odd_llama, without_compiler
 from soup_runs import rows
 
-from soupkit import SoupConfig
+from soupkit import ExportConfig, SoupConfig
 from soupkit.errors import TrainingError
 from soupkit.tensorfile import TensorFileWriter
 from soupkit.training import Soup
@@ -136,6 +136,8 @@ def run(strategy: Plain, folder: Path, config: SoupConfig = CONFIG) -> dict:
     if dist.is_initialized():
         record["faults"] = faults(step, fail, judge)
         record["is_kept"] = is_kept(strategy, data)
+        record["end"] = strategy.whole()
+        soup.finish(export=ExportConfig(family=folder / "family", name="end", planes=4))
     return record
 
 

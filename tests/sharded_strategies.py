@@ -7,6 +7,7 @@ are used: the test process imports this file for its plain reference.
 
 import functools
 import os
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,18 @@ def odd_llama(seed: int = 0) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-MODELS = {"tied": tiny_llama, "odd": odd_llama}
+def adapted_llama(seed: int = 0) -> nn.Module:
+    """The odd one, frozen, with LoRA of rank 3 on two layers of each block."""
+    import peft
+
+    options = {"r": 3, "lora_alpha": 60, "target_modules": ["q_proj", "down_proj"]}
+    with warnings.catch_warnings():
+        # PEFT 0.21.2 reads an attribute that transformers deprecates.
+        warnings.simplefilter("ignore", FutureWarning)
+        return peft.get_peft_model(odd_llama(seed), peft.LoraConfig(**options))
+
+
+MODELS = {"tied": tiny_llama, "odd": odd_llama, "lora": adapted_llama}
 
 
 def without_compiler() -> None:
@@ -199,7 +211,7 @@ class Fsdp2(Plain):
         self.policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32
         )
-        for layer in inner.model.layers:
+        for layer in [m for m in inner.modules() if isinstance(m, LlamaDecoderLayer)]:
             fully_shard(layer, mp_policy=self.policy)
         fully_shard(inner, mp_policy=self.policy)
         super().__init__(inner)

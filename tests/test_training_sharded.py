@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from sharded_runs import (
     CONFIG,
     FAULT_OF_ONE,
@@ -31,7 +32,9 @@ from sharded_runs import (
 )
 from soup_runs import reference_merge, saved_base
 
+from soupkit.checkpoint import open_checkpoint
 from soupkit.errors import TrainingError
+from soupkit.restore import restore
 from soupkit.training import Soup
 from soupkit.verify import verify_family
 
@@ -39,6 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOAT32 = {"rtol": 2e-5, "atol": 2e-6}
 
 QUICK = ["odd/DDP", "odd/ZeRO-1", "odd/ZeRO-2", "odd/ZeRO-3", "odd/FSDP2", "tied/ZeRO-3"]
+QUICK += ["lora/ZeRO-3", "lora/FSDP2"]
 SLICE = [
     "tied/FSDP2",
     "odd/FSDP1",
@@ -46,6 +50,8 @@ SLICE = [
     "odd/ZeRO-3 bf16",
     "frozen/ZeRO-3",
     "reset/ZeRO-3",
+    "lora/DDP",
+    "lora/ZeRO-3 bf16",
 ]
 SLOW = [
     "tied/ZeRO-1",
@@ -73,6 +79,11 @@ SLOW = [
     "tied/ZeRO-3 bf16",
     "odd/FSDP2 bf16",
     "odd/FSDP1 bf16",
+    "lora/ZeRO-1",
+    "lora/ZeRO-2",
+    "lora/ZeRO-3 whole",
+    "lora/ZeRO-2 bf16",
+    "lora/FSDP1",
 ]
 FRAMEWORKS = [
     f"{framework}/{kind}"
@@ -138,8 +149,37 @@ def assert_equals_one_process(records: Records, name: str) -> None:
                 torch.testing.assert_close(found, value, **FLOAT32, msg=f"{tensor_name} at {step}")
 
 
+def deltas_of_lora(weights: dict) -> dict[str, torch.Tensor]:
+    """Name of a base weight as its file has it -> scale B A in float64; see adapted_llama."""
+    end = ".lora_A.default.weight"
+    return {
+        name.removeprefix("base_model.model.").replace(end, ".weight"): 20.0
+        * (weights[name.replace("lora_A", "lora_B")].double() @ value.double())
+        for name, value in weights.items()
+        if name.endswith(end)
+    }
+
+
+def assert_is_the_rule_of_lora(record: dict) -> None:
+    """TB70: the mean of the products, cut to the adapter's own rank; the base stays."""
+    step = MERGES[0]
+    start, before, after = record["start"], record["before"][step], record["after"][step]
+    partner, now, then = map(deltas_of_lora, (record["after"][2], before, after))
+    for name, merged in then.items():
+        u, s, vh = torch.linalg.svd((now[name] + partner[name]) / 2)
+        assert float(s[0]) > 1e-2
+        expected = (u[:, :3] * s[:3]) @ vh[:3]
+        torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-6)
+    frozen = [name for name in start if "lora_" not in name]
+    assert len(frozen) + 2 * len(then) == len(start)
+    assert all(torch.equal(start[name], after[name]) for name in frozen)
+
+
 def assert_is_the_rule(record: dict, name: str) -> None:
     """The first merge against float64 numpy, from what the framework gathered before it."""
+    if name.startswith("lora"):
+        assert_is_the_rule_of_lora(record)
+        return
     partner, step = record["after"][2], MERGES[0]
     for tensor_name, start in record["start"].items():
         before, after = record["before"][step][tensor_name], record["after"][step][tensor_name]
@@ -167,6 +207,39 @@ def assert_old_weights_return(record: dict) -> None:
     assert same_bits(record["before"][REFUSED], record["after"][REFUSED])
     for step in (FAULT_OF_ONE, FAULT_OF_ZERO):
         assert same_bits(record["before"][step], record["restored"][step]), step
+
+
+def whole_weights(weights: dict) -> dict[str, torch.Tensor]:
+    """As a checkpoint without an adapter has them."""
+    deltas = deltas_of_lora(weights)
+    found = {
+        name.removeprefix("base_model.model.").replace(".base_layer", ""): value
+        for name, value in weights.items()
+        if "lora_" not in name
+    }
+    return {name: v + deltas[name] if name in deltas else v for name, v in found.items()}
+
+
+def assert_exported(record: dict, folder: Path, out: Path) -> None:
+    """The variant is what the framework gathers at the end; four signs leave little of a delta."""
+    assert verify_family(folder / "family") == []
+    restore(folder / "family", "end", out=out)
+    restored = open_checkpoint(out)
+    start, end = whole_weights(record["start"]), whole_weights(record["end"])
+    assert set(restored.names) == set(end)
+    changed = [name for name, value in end.items() if not torch.equal(value, start[name])]
+    assert len(changed) >= 4
+    for name, value in end.items():
+        found = restored.tensor(name).float()
+        if name not in changed or value.dim() == 1:
+            assert torch.equal(found, value.float()), name
+        else:
+            assert (found - value).norm() < 0.35 * (value - start[name]).norm(), name
+    files = [*folder.rglob("*.safetensors")]
+    assert len(files) >= 2
+    for path in files:
+        with safe_open(path, "pt") as opened:
+            assert all(0 not in opened.get_slice(n).get_shape() for n in opened.keys()), path  # noqa: SIM118
 
 
 def assert_copies_are_rounded_masters(record: dict) -> None:
@@ -227,6 +300,12 @@ def test_a_refused_merge_and_one_that_fails_leave_the_old_bits(quick, name):
     """TB07, TB27: a fault on one rank reaches both, in the score and in what rank 0 writes."""
     for record in quick.of(name):
         assert_old_weights_return(record)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_run_is_exported_as_it_ends(quick, name, tmp_path):
+    """TB75: whole weights and adapters; no file has an empty tensor in place of a sharded one."""
+    assert_exported(quick.of(name)[0], quick.folder / name.replace("/", " "), tmp_path / "dense")
 
 
 @pytest.mark.parametrize("name", QUICK)
