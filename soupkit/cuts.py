@@ -55,6 +55,22 @@ def cut_of_sum(cuts: Sequence[TruncatedSVD], weights: Sequence[float], rank: int
     )
 
 
+def cuts_of_sum(
+    cuts: Sequence[Cuts | None], weights: Sequence[float], rank: int | None
+) -> Cuts | None:
+    """The same for each matrix of one parameter.
+
+    Args:
+        cuts: of each delta. rank: None: not known before the next delta's spectrum is.
+    Returns:
+        None without a rank, or where a delta has no cuts.
+    """
+    present = [of_delta for of_delta in cuts if of_delta is not None]
+    if rank is None or len(present) < len(cuts):
+        return None
+    return tuple(cut_of_sum(of_matrix, weights, rank) for of_matrix in zip(*present, strict=True))
+
+
 def fitting(
     known: Sequence[Cuts | None], batches: Sequence[Tensor], rank: int | None
 ) -> list[Cuts | None]:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from soupkit.config import Method, check_choice, check_count, check_truncation
 from soupkit.cuts import Cuts as Cuts
-from soupkit.cuts import cut_of_sum, cuts_of, fitting, picked
+from soupkit.cuts import cuts_of, cuts_of_sum, fitting, picked
 from soupkit.delta import as_matrices, from_matrices, layout
 from soupkit.errors import MergeError
 from soupkit.monosoup import edit
@@ -123,16 +123,21 @@ class Merge:
         delta: float32, the parameter's shape, fresh memory. report: what was done.
         cuts: of each delta, T_r of each of its matrices; None for a method that truncates nothing,
             for a vector, and where r cuts nothing.
-        merged: T_r of the merged delta's matrices, from the factors of the cuts, so that it can be
-            a known cut of the next merge; its energy is that of the merged delta. None where `cuts`
-            are, and for a rule with energy=: the next delta's rank is not known before its
-            spectrum is.
+        weights, rank: of the rule.
     """
 
     delta: Tensor
     report: MatrixReport
     cuts: tuple[Cuts | None, ...]
-    merged: Cuts | None
+    weights: tuple[float, ...]
+    rank: int | None
+
+    @property
+    def merged(self) -> Cuts | None:
+        """T_r of the merged delta's matrices, computed from the factors of the cuts, so that it can
+        be a known cut of the next merge; None where `cuts` are, and for a rule with energy=.
+        """
+        return cuts_of_sum(self.cuts, self.weights, self.rank)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,18 +188,13 @@ def merge_with_cuts(
     """
     if len(known) > len(deltas):
         raise ValueError(f"{name}: {len(known)} known cuts for {len(deltas)} deltas")
-    done = _merge(name, deltas, rule, known)
-    if rule.method != "svd_mean" or rule.rank is None or done.cuts[0] is None:
-        return done
-    weights = rule.weights_for(len(deltas))
-    by_matrix = zip(*(cuts for cuts in done.cuts if cuts is not None), strict=True)
-    return replace(done, merged=tuple(cut_of_sum(cuts, weights, rule.rank) for cuts in by_matrix))
+    return _merge(name, deltas, rule, known)
 
 
 def _merge(
     name: str, deltas: Sequence[Tensor], rule: MergeRule, known: Sequence[Cuts | None]
 ) -> Merge:
-    """The merge without `merged`."""
+    """See `merge_with_cuts`."""
     started = time.perf_counter()
     _check_deltas(name, deltas)
     shape = tuple(deltas[0].shape)
@@ -239,7 +239,7 @@ def _merge(
         spectrum=picked(parts[0].cuts[0].singular_values) if parts[0].cuts else (),
     )
     cuts = tuple(zip(*(part.cuts for part in parts), strict=True)) or (None,) * len(deltas)
-    return Merge(merged, report, cuts, None)
+    return Merge(merged, report, cuts, weights, rule.rank)
 
 
 def _check_deltas(name: str, deltas: Sequence[Tensor]) -> None:

@@ -569,3 +569,21 @@ def test_a_warm_merge_is_the_cold_one(tmp_path):
     warm, cold = ends
     for name, value in warm.items():
         torch.testing.assert_close(value, cold[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_merge_does_not_depend_on_the_number_of_threads(tmp_path):
+    ends, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            loop = Loop(tmp_path / str(count), SoupConfig(merge_every_n_steps=1, **UNGATED))
+            torch.set_num_threads(1)
+            loop.train()
+            loop.soup.step()
+            loop.train()
+            torch.set_num_threads(count)
+            loop.soup.step()
+            assert torch.get_num_threads() == count
+            ends.append(weights_of(loop.model))
+    finally:
+        torch.set_num_threads(threads)
+    assert_equal_weights(*ends)

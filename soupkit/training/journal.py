@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
+from soupkit.cuts import Cuts
 from soupkit.delta import TensorSource
 from soupkit.errors import TrainingError
-from soupkit.merge import Cuts
 from soupkit.tracking import say
 from soupkit.training.params import ParamStore
 from soupkit.training.ranks import Ranks

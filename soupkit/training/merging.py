@@ -4,15 +4,17 @@
 
 LoRA factors are merged as the deltas they stand for, without a dense matrix or a base. The units
 are dealt out in rounds by falling cost, one a rank and round: each rank decomposes its own, then
-hands the result to the others, so every rank writes the same bits and at most one unit a rank is in
-work. Arithmetic in float32, rounded once into the parameter's dtype. Whoever calls can undo: it
-writes in place.
+hands the result to the others, so every rank writes the same bits. On a CPU a rank works on as many
+units at once as it has threads (workers.py), elsewhere on one. Arithmetic in float32, rounded once
+into the parameter's dtype. Whoever calls can undo: it writes in place.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 
 import torch
@@ -21,11 +23,12 @@ from torch import Tensor
 from soupkit.delta import TensorSource, layout, subtract
 from soupkit.factored import merge_pairs
 from soupkit.merge import Cuts, MatrixReport, MergeRule, merge_with_cuts
-from soupkit.numeric import check_finite
+from soupkit.numeric import check_finite, full_precision
 from soupkit.training.params import ParamStore, Unit
 from soupkit.training.peft import LoraUnit, factors_of, pair_of
 from soupkit.training.ranks import Ranks
 from soupkit.training.stored_cuts import Found, StoredCuts, on_host
+from soupkit.training.workers import Workers
 
 
 def cost_of(name: str, shape: tuple[int, ...]) -> int:
@@ -101,9 +104,9 @@ def _merged_weight(
     wide = torch.promote_types(torch.promote_types(current.dtype, start.dtype), torch.float32)
     value = start.to(wide) + done.delta.to(wide)
     own, captured = done.cuts
-    if own is None or captured is None or done.merged is None:
+    if own is None or captured is None or rule.rank is None:
         return value, done.report, None
-    return value, done.report, Found(on_host(own), on_host(captured), on_host(done.merged))
+    return value, done.report, Found(on_host(own), on_host(captured))
 
 
 def _merged_factors(
@@ -138,7 +141,6 @@ def merge_into(
     """
     own: list[MatrixReport] = []
     found: dict[str, Found] = {}
-    units = {unit.name: unit for unit in store.units}
 
     def share(unit: Unit | None, current: Sequence[Tensor]) -> list[Tensor]:
         if unit is None:
@@ -151,22 +153,36 @@ def merge_into(
             found[unit.name] = of_unit
         return values
 
+    units = {unit.name: unit for unit in store.units}
     costs = {
         unit.name: sum(cost_of(name, store.shape(name)) for name in unit.names)
         for unit in store.units
     }
-    for names in rounds(costs, ranks.world_size):
-        dealt = [units[name] for name in names]
-        mine = dealt[ranks.rank] if ranks.rank < len(dealt) else None
-        values = ranks.on_each(partial(share, mine, _own_values(store, dealt, mine)))
-        for owner, unit in enumerate(dealt):
-            for index, name in enumerate(unit.names):
-                is_own = owner == ranks.rank
-                value = values[index] if is_own else _room_for(store, name)
-                ranks.broadcast(value, source=owner)
-                store.write(name, value)
+    in_work: deque[tuple[list[Unit], Future[list[Tensor]]]] = deque()
+    with Workers(store.device) as workers, full_precision(torch.empty(0, device=store.device)):
+        for names in rounds(costs, ranks.world_size):
+            dealt = [units[name] for name in names]
+            mine = dealt[ranks.rank] if ranks.rank < len(dealt) else None
+            current = _own_values(store, dealt, mine)
+            in_work.append((dealt, workers.submit(partial(share, mine, current))))
+            if len(in_work) > workers.ahead:
+                _finish(store, ranks, *in_work.popleft())
+        while in_work:
+            _finish(store, ranks, *in_work.popleft())
     every = [report for reports in ranks.gather(own) for report in reports]
     return tuple(sorted(every, key=lambda report: report.name)), found
+
+
+def _finish(
+    store: ParamStore, ranks: Ranks, dealt: Sequence[Unit], future: Future[list[Tensor]]
+) -> None:
+    """Hand the results of one round to all ranks and write them."""
+    values = ranks.on_each(future.result)
+    for owner, unit in enumerate(dealt):
+        for index, name in enumerate(unit.names):
+            value = values[index] if owner == ranks.rank else _room_for(store, name)
+            ranks.broadcast(value, source=owner)
+            store.write(name, value)
 
 
 def _own_values(store: ParamStore, dealt: Sequence[Unit], mine: Unit | None) -> list[Tensor]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from soupkit.checkpoint import Checkpoint
 from soupkit.config import SoupConfig
+from soupkit.cuts import Cuts
 from soupkit.errors import MergeError, TrainingError
 from soupkit.merge import MatrixReport, MergeRule
 from soupkit.training.base import check_untouched, file_stamp
@@ -36,6 +37,7 @@ from soupkit.training.state import Partner, SoupState
 from soupkit.training.stored_cuts import Found
 from soupkit.training.telling import Teller
 from soupkit.training.undo import InMemory, OnDisk
+from soupkit.training.workers import Workers
 
 REFUSALS_BEFORE_ADVICE = 3
 
@@ -278,9 +280,15 @@ class SoupRun:
             or next_partner.cuts is not None
         ):
             return next_partner
-        which = "partner" if chosen is None else "current" if from_undo else "merged"
-        cuts = {name: getattr(found, which) for name, found in trial.found.items()}
-        self.journal.store_cuts(step, cuts)
+
+        def kept(found: Found) -> Cuts:
+            if chosen is None:
+                return found.partner
+            return found.current if from_undo else found.merged(self._rule)
+
+        with Workers(self.store.device) as workers:
+            cuts = workers.map(kept, list(trial.found.values()))
+        self.journal.store_cuts(step, dict(zip(trial.found, cuts, strict=True)))
         return replace(next_partner, cuts=step)
 
     def _undo(self, saved: OnDisk | InMemory, before: str) -> None:

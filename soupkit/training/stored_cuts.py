@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from soupkit.merge import Cuts
+from soupkit.cuts import Cuts, cuts_of_sum
+from soupkit.merge import MergeRule
 from soupkit.svd import TruncatedSVD
 from soupkit.training.state import Snapshot, write_tensors
 
@@ -25,13 +26,18 @@ _FIELDS = ("left", "right", "singular_values", "total_energy")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """What one merge has found of one parameter, in host memory: truncations of the run's delta, of
-    the partner's and of the merged one.
+    """What one merge has found of one parameter, in host memory: truncations of the run's delta and
+    of the partner's.
     """
 
     current: Cuts
     partner: Cuts
-    merged: Cuts
+
+    def merged(self, rule: MergeRule) -> Cuts:
+        """The truncation of the merged delta."""
+        cuts = cuts_of_sum((self.current, self.partner), rule.weights_for(2), rule.rank)
+        assert cuts is not None, "a rule with a rank"
+        return cuts
 
 
 class _Tensors:
