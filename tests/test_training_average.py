@@ -104,6 +104,9 @@ class HalfStore:
     def parts(self, name: str) -> tuple[Part, ...]:
         return self.held[name]
 
+    def all_parts(self) -> list[tuple[str, tuple[Part, ...]]]:
+        return [(name, self.held[name]) for name in self.names]
+
     def memory(self) -> list[Tensor]:
         parts = [part.data for name in self.names for part in self.held[name]]
         return [*parts, *self.copies.values()]
