@@ -26,15 +26,22 @@ from accelerate import (
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, set_seed
 from ddp_runs import StopAt, gathered
-from sharded_loops import accumulating_part, own_part
+from sharded_loops import (
+    accumulating_part,
+    foreign_part,
+    one_part,
+    own_part,
+    skipping_part,
+)
 from sharded_runs import same_bits
 from sharded_strategies import CUT, DeepSpeed, Fsdp2, without_compiler
 from soup_runs import load, make_trainer, rows
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from soupkit import ExportConfig, SoupConfig
+from soupkit.bundle import open_variant
 from soupkit.training import Soup, SoupCallback
 
 CONFIG = SoupConfig(merge_every_n_steps=2, rank=3)
@@ -193,7 +200,7 @@ class Watching(Trainer):
         return (loss * 0 - 1000.0 * step - self.scored.count(step), *rest)
 
 
-def sharded_trainer(kind: str, base: Path, folder: Path, callbacks: list) -> Trainer:
+def sharded_trainer(kind: str, base: Path, folder: Path, callbacks: list, **changes) -> Trainer:
     """A kind that ends with " init" loads the model partitioned, as a user's script does that
     makes its TrainingArguments first.
     """
@@ -226,7 +233,7 @@ def sharded_trainer(kind: str, base: Path, folder: Path, callbacks: list) -> Tra
             alive = hf_deepspeed.HfDeepSpeedConfig(config)
             settings["model"] = load(base)
             assert all(hasattr(p, "ds_id") for p in settings["model"].parameters()), alive
-    return make_trainer(base, folder, callbacks, **settings)
+    return make_trainer(base, folder, callbacks, **{**settings, **changes})
 
 
 def strategy_of(kind: str, trainer: Trainer):
@@ -245,6 +252,9 @@ def trainer_part(kind: str, base: Path, folder: Path) -> dict:
     whole.train()
     expected = strategy_of(kind, whole).whole()
     sharded_trainer(kind, base, folder / "run", [SoupCallback(CONFIG), StopAt(5)]).train()
+    if kind == "FSDP2":
+        # Shards only: there is no file of weights to be read.
+        assert not list((folder / "run" / "checkpoint-3").rglob("*.safetensors"))
     again = SoupCallback(CONFIG)
     resumed = sharded_trainer(kind, base, folder / "run", [again])
     resumed.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-3"))
@@ -257,11 +267,56 @@ def trainer_part(kind: str, base: Path, folder: Path) -> dict:
     }
 
 
+class Keep(TrainerCallback):
+    """The weights after step 1 and after the last one, as the framework gathers them."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.trainer: Trainer | None = None
+        self.kept: dict[int, dict] = {}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.kept[state.global_step] = strategy_of(self.kind, self.trainer).whole()
+
+
+def best_part(kind: str, base: Path, folder: Path) -> dict:
+    """The score that is greatest is the first one, so that step is loaded at the end."""
+    export = ExportConfig(family=folder / "family", name="best")
+    config = SoupConfig(merge_every_n_steps=2, rank=3, gate="none")
+    keep = Keep(kind)
+    keep.trainer = trainer = sharded_trainer(
+        kind,
+        base,
+        folder / "run",
+        [SoupCallback(config, export=export), keep],
+        eval_strategy="steps",
+        eval_steps=1,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        greater_is_better=True,
+        max_steps=4,
+    )
+    trainer.train()
+    found, name = strategy_of(kind, trainer).whole(), "model.norm.weight"
+    assert not same_bits(keep.kept[1], keep.kept[4])
+    variant = open_variant(folder / "family" / "variants" / "best").load()
+    return {
+        "best": trainer.state.best_global_step,
+        "is_loaded": same_bits(found, keep.kept[1]),
+        "is_exported": torch.equal(variant.raw[name].float(), found[name].float()),
+    }
+
+
 PARTS = {
     "accelerate": accelerate_part,
     "trainer": trainer_part,
     "own": own_part,
     "accumulating": accumulating_part,
+    "best": best_part,
+    "one": one_part,
+    "foreign": foreign_part,
+    "skipping": skipping_part,
 }
 
 

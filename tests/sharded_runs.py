@@ -9,6 +9,7 @@ leaves, on every rank, a record of the weights as the framework itself gathers t
 
 import gc
 import sys
+import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from soup_runs import rows
 from soupkit import ExportConfig, SoupConfig
 from soupkit.errors import TrainingError
 from soupkit.tensorfile import TensorFileWriter
-from soupkit.training import Soup
+from soupkit.training import Soup, params, weights
 
 CONFIG = SoupConfig(merge_every_n_steps=2, rank=3)
 MERGES = (4, 6)
@@ -85,6 +86,29 @@ def full_disk(rank: int):
         yield
     finally:
         TensorFileWriter.write = original
+
+
+class Wholes:
+    """How much of what soupkit gathers is in this rank's memory at one time, at most."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = self.largest = 0
+
+    def watch(self, module) -> None:
+        original = module.assemble
+
+        def assemble(*args, **kwargs):
+            whole = original(*args, **kwargs)
+            nbytes = whole.numel() * whole.element_size()
+            self.now += nbytes
+            self.peak, self.largest = max(self.peak, self.now), max(self.largest, nbytes)
+            weakref.finalize(whole, self.forget, nbytes)
+            return whole
+
+        module.assemble = assemble
+
+    def forget(self, nbytes: int) -> None:
+        self.now -= nbytes
 
 
 def same_bits(first: dict, second: dict) -> bool:
@@ -193,9 +217,15 @@ def main() -> None:
     dist.all_gather_object(seen, Rows().batch(1).tolist())
     assert len(seen) == 2
     assert seen[0] != seen[1]
+    wholes = Wholes()
+    wholes.watch(params)
+    wholes.watch(weights)
     for name in names:
         own = folder / name.replace("/", " ")
-        torch.save(run(named(name), own, config_of(name)), f"{own} {rank}.pt")
+        wholes.peak = wholes.largest = 0
+        record = run(named(name), own, config_of(name))
+        record["wholes"] = {"peak": wholes.peak, "largest": wholes.largest, "left": wholes.now}
+        torch.save(record, f"{own} {rank}.pt")
         gc.collect()
     dist.barrier()
     dist.destroy_process_group()

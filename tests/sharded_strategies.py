@@ -116,6 +116,7 @@ class DeepSpeed(Plain):
         optimizer_class: str = "",
         bf16: bool = False,
         float32_accumulation: bool = False,
+        checks_overflow: bool = False,
         accumulation: int = 1,
         **zero,
     ) -> None:
@@ -135,7 +136,7 @@ class DeepSpeed(Plain):
             "zero_optimization": {"stage": stage, **zero},
         }
         if bf16:
-            config["bf16"] = {"enabled": True}
+            config["bf16"] = {"enabled": True, "check_grad_overflow": checks_overflow}
         if float32_accumulation:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
         trained = [p for p in inner.parameters() if p.requires_grad]

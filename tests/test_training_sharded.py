@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from sharded_loops import one_process
 from sharded_runs import (
     CONFIG,
     FAULT_OF_ONE,
@@ -271,7 +272,9 @@ def assert_all(records: Records, name: str) -> None:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_sharded_equals_one_process(quick, name):
-    """TB01, TB03, TB04, TB10, TB11: after each merge and the next step, on every rank."""
+    """TB01, TB02, TB03, TB04, TB08, TB10, TB11: after each merge and the next step, what the
+    framework itself gathers on every rank.
+    """
     for record in quick.of(name):
         assert_copies_are_rounded_masters(record)
     assert_equals_one_process(quick, name)
@@ -300,6 +303,16 @@ def test_a_refused_merge_and_one_that_fails_leave_the_old_bits(quick, name):
     """TB07, TB27: a fault on one rank reaches both, in the score and in what rank 0 writes."""
     for record in quick.of(name):
         assert_old_weights_return(record)
+
+
+@pytest.mark.parametrize("name", [name for name in QUICK if "DDP" not in name])
+def test_no_rank_ever_gathers_more_than_a_few_matrices(quick, name):
+    """TB14, TB15: of two ranks' matrices, in merges, captures, undos and the export."""
+    for record in quick.of(name):
+        wholes = record["wholes"]
+        everything = sum(4 * value.numel() for value in record["end"].values())
+        assert 0 < wholes["peak"] <= 3 * wholes["largest"] < everything / 3
+        assert wholes["left"] == 0
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -392,8 +405,47 @@ def test_slice_of_frameworks(part, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [part for part in FRAMEWORKS if part != "trainer/ZeRO-3"])
 def test_framework(part, tmp_path):
-    """TB07, TB19, TB21: Accelerate and Trainer shard, merge, resume bit for bit and export."""
+    """TB07, TB18, TB19, TB21, TB36: Accelerate and Trainer shard, merge, resume and export."""
     assert_resumes(part, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["best/ZeRO-3", "best/FSDP2"])
+def test_the_best_checkpoint_of_a_sharded_run_is_exported(part, tmp_path):
+    """TB36, TB37: loaded at the end, over states of the optimizer and whatever was merged since."""
+    assert result_of(part, tmp_path) == {"best": 1, "is_loaded": True, "is_exported": True}
+    assert verify_family(tmp_path / part / "family") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ZeRO-2", "ZeRO-3", "FSDP2"])
+def test_two_ranks_go_on_where_one_process_was_saved(kind, tmp_path):
+    """TB43: the state of a run is the same for any number of ranks."""
+    assert one_process(tmp_path / "one" / kind) == [4, 6]
+    assert result_of(f"one/{kind}", tmp_path) == {"merges": [6], "refused": True, "differs": []}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ZeRO-2", "ZeRO-3", "FSDP2"])
+def test_a_checkpoint_that_knew_no_soup(kind, tmp_path):
+    """TB30, TB42: with the base named it goes on, with nothing known of the base it is refused."""
+    assert result_of(f"foreign/{kind}", tmp_path) == {
+        "refused": [True, True],
+        "merges": [6],
+        "differs": [],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ZeRO-1 bf16", "ZeRO-3 bf16"])
+def test_steps_that_an_engine_skips_do_not_count(kind, tmp_path):
+    """TB44: gradients that overflow leave the masters as they are."""
+    assert result_of(f"skipping/{kind}", tmp_path) == {
+        "skipped": 3,
+        "counted": [0, 1, 2, 2, 2, 3, 4],
+        "moved": [False, True, True, False, False, True, True],
+        "merges": [4],
+    }
 
 
 @pytest.mark.slow
