@@ -23,7 +23,6 @@ from soupkit.files import atomic_write_json, fsync_path, fsync_tree, read_json
 from soupkit.tracking import say
 from soupkit.training.checkpoint_tensors import checkpoint_model
 from soupkit.training.params import ParamStore
-from soupkit.training.peft import is_peft
 from soupkit.training.state import BaseRecord, SoupFolder, write_tensors
 from soupkit.training.weights import ModelTensors
 
@@ -119,7 +118,8 @@ def _save_model(
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     inner: Any = checkpoint_model(model)
-    if hasattr(inner, "save_pretrained") and ModelTensors(model).is_whole and not is_peft(model):
+    is_whole = isinstance(tensors, ModelTensors) and tensors.is_whole
+    if hasattr(inner, "save_pretrained") and is_whole:
         inner.save_pretrained(str(target))
     else:
         write_tensors(target / "model.safetensors", tensors, durable=True)

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from soupkit.errors import TrainingError
@@ -72,18 +71,13 @@ class Sharded:
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         mesh, placements = self.tensor.device_mesh, self.tensor.placements
-        coordinate = mesh.get_coordinate()
-        if coordinate is None:
+        if mesh.get_coordinate() is None:
             return ()
         local = self.tensor.detach().to_local()
         _, start = compute_local_shape_and_global_offset(self.tensor.shape, mesh, placements)
         # An empty box may be said to start behind the end.
         corner = tuple(min(int(at), length) for at, length in zip(start, self.shape, strict=True))
-        is_counted = all(
-            at == 0 for at, placement in zip(coordinate, placements, strict=True)
-            if placement.is_replicate()
-        )  # fmt: skip
-        return (Part(local, self.shape, corner, is_counted),)
+        return (Part(local, self.shape, corner),)
 
     def copies(self) -> tuple[Part, ...]:
         """See Weight."""
@@ -133,15 +127,7 @@ class Flat:
         if not info.in_shard:
             return ()
         data = self._shard[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
-        is_counted = self.handle.uses_sharded_strategy or dist.get_rank() == 0
-        return (
-            flat_part(
-                data,
-                start=info.intra_param_start_idx,
-                numel=math.prod(self.shape),
-                is_counted=is_counted,
-            ),
-        )
+        return (flat_part(data, start=info.intra_param_start_idx, numel=math.prod(self.shape)),)
 
     def copies(self) -> tuple[Part, ...]:
         """See Weight."""

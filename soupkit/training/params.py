@@ -164,7 +164,8 @@ class ParamStore:
         Args:
             tensors: one a part of this rank, of its shape. dtype: theirs; None: the value's.
         """
-        return assemble(self.weights[name], tensors, dtype or self.dtype(name))
+        counted = self._tensors.counted.get(name, ())
+        return assemble(self.weights[name], tensors, dtype or self.dtype(name), counted=counted)
 
     def read(self, name: str) -> Tensor:
         """The whole value on the device it is trained on; do not write to it. Collective where it
@@ -215,17 +216,19 @@ class ParamStore:
         return digest.hexdigest()
 
     def _sum(self, name: str) -> Tensor:
-        counted = [part for part in self.parts(name) if part.is_counted]
-        sums = [sum_of_bits(part, self.shape(name)).cpu() for part in counted]
+        sums = [sum_of_bits(part, self.shape(name)).cpu() for part in self._counted(name)]
         return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64)
+
+    def _counted(self, name: str) -> list[Part]:
+        """This rank's parts that no lower rank has."""
+        parts = self.parts(name)
+        counted = self._tensors.counted.get(name, (True,) * len(parts))
+        return [part for part, is_counted in zip(parts, counted, strict=True) if is_counted]
 
     def _check_coverage(self) -> None:
         """Raise TrainingError unless the ranks' counted parts make each parameter exactly once."""
         counts = torch.tensor(
-            [
-                sum(part.data.numel() for part in self.parts(name) if part.is_counted)
-                for name in self.names
-            ],
+            [sum(part.data.numel() for part in self._counted(name)) for name in self.names],
             device=communication_device(None),
         )
         dist.all_reduce(counts)

@@ -28,13 +28,11 @@ class Part:
         data: writing it changes the weight.
         view: shape of the whole in which the part is a box; as many axes as `data`.
         start: the box's first corner.
-        is_counted: False where another rank counts the same entries.
     """
 
     data: Tensor
     view: tuple[int, ...]
     start: tuple[int, ...]
-    is_counted: bool = True
 
     def of(self, whole: Tensor) -> Tensor:
         """The same box of a contiguous whole, as a view of it."""
@@ -73,15 +71,15 @@ class Weight(Protocol):
         ...
 
 
-def whole_part(tensor: Tensor, *, is_counted: bool = True) -> Part:
+def whole_part(tensor: Tensor) -> Part:
     """The part that is all of a weight."""
     shape = tuple(tensor.shape)
-    return Part(tensor, shape, (0,) * len(shape), is_counted)
+    return Part(tensor, shape, (0,) * len(shape))
 
 
-def flat_part(data: Tensor, *, start: int, numel: int, is_counted: bool = True) -> Part:
+def flat_part(data: Tensor, *, start: int, numel: int) -> Part:
     """The part that is entries [start, start + len(data)) of a weight of `numel` entries."""
-    return Part(data, (numel,), (start,), is_counted)
+    return Part(data, (numel,), (start,))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

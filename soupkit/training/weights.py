@@ -55,7 +55,7 @@ def strategy_name(model: nn.Module) -> str:
 class ModelTensors:
     """Parameters and persistent buffers of a model's checkpoint, tied ones once; a TensorSource.
 
-    Reading a tensor is collective unless `is_whole`.
+    Making it, and reading a tensor, is collective unless `is_whole`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -84,6 +84,10 @@ class ModelTensors:
         self.every: dict[str, Weight] = {name: weight for name, (weight, _) in found.items()}
         self.names: tuple[str, ...] = tuple(sorted(self.weights))
         self.is_whole = all(isinstance(weight, Whole) for weight in self.weights.values())
+        # For each weight, which of this rank's parts count: those that no lower rank has, too.
+        self.counted: dict[str, tuple[bool, ...]] = {}
+        if not self.is_whole:
+            self.counted = _first_of_their_kind(self.every)
 
     def settle(self) -> None:
         """Drop what forwards have left gathered, which a write would not reach. Local."""
@@ -110,7 +114,25 @@ class ModelTensors:
         """The value, of any of `every`, where ranks exchange it; do not write to it."""
         self.settle()
         weight = self.every[name]
-        return assemble(weight, [part.data for part in weight.parts()], weight.dtype)
+        tensors = [part.data for part in weight.parts()]
+        return assemble(weight, tensors, weight.dtype, counted=self.counted.get(name, ()))
+
+
+def _first_of_their_kind(weights: dict[str, Weight]) -> dict[str, tuple[bool, ...]]:
+    """For each weight, whether each of this rank's parts is on no lower rank: replicas over a mesh
+    axis, or over ranks that a mesh knows nothing of, must not be summed. Collective.
+    """
+    boxes = {
+        name: [(part.view, part.start, tuple(part.data.shape)) for part in weight.parts()]
+        for name, weight in weights.items()
+    }
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, boxes)
+    lower = every[: dist.get_rank()]
+    return {
+        name: tuple(all(box not in other[name] for other in lower) for box in own)
+        for name, own in boxes.items()
+    }
 
 
 def _named_weights(model: nn.Module) -> Iterator[tuple[str, Weight, Any]]:
@@ -161,11 +183,14 @@ def _identity(tensor: Tensor) -> Any:
     return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
-def assemble(weight: Weight, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def assemble(
+    weight: Weight, tensors: Sequence[Tensor], dtype: torch.dtype, *, counted: Sequence[bool]
+) -> Tensor:
     """The whole tensor, bit for bit, from what each rank has for its parts. Collective if sharded.
 
     Args:
         tensors: one for each of this rank's `weight.parts()`, of its shape, all of `dtype`.
+        counted: which of them no other rank brings, too.
 
     Returns:
         The whole on the device that ranks communicate on; the one tensor itself where a rank holds
@@ -176,8 +201,8 @@ def assemble(weight: Weight, tensors: Sequence[Tensor], dtype: torch.dtype) -> T
     parts = weight.parts()
     device = communication_device(tensors[0].device if tensors else None)
     whole = torch.zeros(weight.shape, dtype=dtype, device=device)
-    for part, tensor in zip(parts, tensors, strict=True):
-        if part.is_counted:
+    for part, tensor, is_counted in zip(parts, tensors, counted, strict=True):
+        if is_counted:
             part.of(whole).copy_(tensor)
     if whole.numel():
         # As integers: a sum of floats with zeros would turn -0.0 into 0.0.
