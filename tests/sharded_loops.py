@@ -219,7 +219,7 @@ def skipping_part(kind: str, base: Path, folder: Path) -> dict:
         soup.step()
         counted.append(soup.num_steps)
     return {
-        "skipped": strategy.model.skipped_steps,
+        "overflows": strategy.model.skipped_steps,
         "counted": counted,
         "moved": moved,
         "merges": [report.step for report in soup.reports],

@@ -65,6 +65,7 @@ def test_the_kernel_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_merges_keep_the_energy_that_full_svd_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TB68: their seconds are measured against those of the full SVD."""
     monkeypatch.setattr(merge, "SHAPES", ((70, 90), (290, 270)))
     torch.manual_seed(3)
     state = torch.get_rng_state()

@@ -183,6 +183,7 @@ def test_untied_head_is_a_delta_to_the_tied_matrix(base_folder, make_finetune, t
 
 
 def test_kept_tie_is_recorded_and_a_new_tie_is_a_delta(make_llama, base_folder, tmp_path):
+    """TB58."""
     tied = export(base_folder, base_folder, tmp_path / "f").entries
     (alias,) = [entry for entry in tied if entry.kind == "tied"]
     assert (alias.name, alias.source, alias.shape) == (HEAD, EMBEDDING, (99, 24))
@@ -192,6 +193,8 @@ def test_kept_tie_is_recorded_and_a_new_tie_is_a_delta(make_llama, base_folder, 
 
 
 def test_resized_vocabulary_is_stored_whole(base_folder, make_finetune, tmp_path):
+    """TB61."""
+
     def edit(tensors):
         tensors[EMBEDDING] = torch.cat([tensors[EMBEDDING], torch.ones(3, 24)])
 
@@ -380,6 +383,7 @@ def test_other_layouts_and_odd_shapes_travel(tmp_path):
 
 
 def test_companions_are_kept_byte_for_byte_where_they_differ(base_folder, make_finetune, tmp_path):
+    """TB64."""
     finetuned = make_finetune(tmp_path / "ft", base_folder)
     (finetuned / "tokenizer_config.json").write_bytes(b'{"odd":   "spacing"}\r\n')
     (finetuned / "chat_template.jinja").write_bytes(b"{{ messages }}")
@@ -433,6 +437,7 @@ def test_bad_arguments_are_refused_before_anything_is_made(base_folder, tmp_path
 
 
 def test_wrong_base_with_the_same_shapes_is_refused(base_folder, make_llama, tmp_path):
+    """TB63."""
     export(base_folder, base_folder, tmp_path / "f")
     other = make_llama(tmp_path / "other", seed=9)
     with pytest.raises(BundleError, match="is not the base of"):
@@ -692,6 +697,7 @@ print(peak[0] - started)
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_a_matrix(tmp_path):
+    """TB67: in an export and in a merge of checkpoints."""
     tensor = torch.zeros(2**16, 2**11, dtype=torch.bfloat16)
     for name, value in (("base", 0.0), ("ft", 0.5)):
         (tmp_path / name).mkdir()

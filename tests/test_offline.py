@@ -73,6 +73,7 @@ def test_transformers_loads_the_result(base_folder, fine_tunes, tmp_path):
 
 @pytest.mark.parametrize("rows", [1, 7])
 def test_blocks_of_rows_change_nothing(base_folder, fine_tunes, tmp_path, monkeypatch, rows):
+    """TB67: a merge of any size is made of small pieces."""
     rule = MergeRule("mean", weights=(1.0, 2.0, 3.0))
     whole = merge(base_folder, fine_tunes, tmp_path / "whole", rule)
     monkeypatch.setattr(blocks, "BLOCK_ENTRIES", rows * 24)
@@ -161,6 +162,7 @@ def test_smaller_vocabularies_merge_their_common_rows(base_folder, make_finetune
 def test_vocabularies_that_differ_are_refused_with_their_sizes(
     base_folder, make_finetune, tmp_path
 ):
+    """TB61."""
     one = make_finetune(tmp_path / "one", base_folder, edit=resize(1, 0.0))
     two = make_finetune(tmp_path / "two", base_folder, edit=resize(2, 0.0))
     with pytest.raises(CheckpointError, match=r"one \(100, 24\), two \(101, 24\).*\(99, 24\)"):

@@ -241,6 +241,7 @@ def test_a_side_soup_leaves_the_run_as_it_would_be_without(tmp_path):
 
 @pytest.mark.parametrize("policy", ["keep", "reset"])
 def test_moments_are_kept_or_start_anew(tmp_path, policy):
+    """TB46: "keep" leaves every bit of them."""
     loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=2, optimizer_state=policy, **UNGATED))
     loop.steps(3)
     loop.train()
@@ -447,7 +448,7 @@ class Odd(nn.Module):
 
 
 def test_any_module_can_be_merged_and_exported(tmp_path):
-    """TB54, TB55: buffers are not merged; vectors, scalars, empty tensors, convolutions,
+    """TB54, TB55, TB69: buffers are not merged; vectors, scalars, empty tensors, convolutions,
     experts.
     """
     model = Odd()

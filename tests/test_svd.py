@@ -104,6 +104,7 @@ def test_every_solver_is_within_its_tolerance(
 
 
 def test_the_solver_follows_size_rank_and_spectrum() -> None:
+    """TB68: no full SVD of a large matrix."""
     assert check_truncation(gaussian(40, 30), 5) == "full"
     assert check_truncation(gaussian(160, 200), 30) == "gram"
     assert check_truncation(gaussian(300, 270), 60) == "gram32"

@@ -95,7 +95,7 @@ def test_merge_points_compare_and_the_better_one_is_exported(base, tmp_path, cap
 
 @pytest.mark.parametrize("place", ["device", "host", "disk"])
 def test_a_resumed_run_goes_on_with_the_average_bit_for_bit(base, tmp_path, place):
-    """TB21, TB23, TB25: the counter and the average come back, the raw weights stay raw."""
+    """TB21, TB23, TB24, TB25: the counter and the average come back, the raw weights stay raw."""
     config = SoupConfig(method="ema", ema_decay=0.9, merge_every_n_steps=3, ema_place=place)
     settings = {"save_strategy": "steps", "save_steps": 2}
 

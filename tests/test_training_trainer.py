@@ -412,7 +412,7 @@ def test_trainers_that_override_the_loss_keep_theirs(base, tmp_path):
 
 
 def test_everything_is_checked_before_step_1(base, tmp_path):
-    """TB65."""
+    """TB61, TB65."""
 
     def refused(error, match, callbacks, **changes):
         trainer = make_trainer(base, tmp_path / "run", callbacks, **changes)
