@@ -89,7 +89,7 @@ class HalfStore:
         if name == "b":  # all on rank 1
             return () if rank == 0 else (flat_part(value.clone(), start=0, numel=7),)
         if name == "a":  # a replica
-            return (Part(value.clone(), (), (), rank == 0),)
+            return (Part(value.clone(), (), ()),)
         # two ranges of the flat weight on rank 0, the middle on rank 1, as ZeRO over a row's end
         flat, third = value.reshape(-1), value.numel() // 3
         cuts = [(0, third), (2 * third, len(flat))] if rank == 0 else [(third, 2 * third)]

@@ -90,7 +90,7 @@ FRAMEWORKS = [
     f"{framework}/{kind}"
     for framework in ("accelerate", "own", "trainer")
     for kind in ("ZeRO-2", "ZeRO-3", "FSDP2")
-] + ["trainer/ZeRO-3 init"]
+] + ["trainer/ZeRO-3 init", "trainer/ZeRO-3 lora"]
 
 
 def launch(script: str, *arguments: str, folder: Path, timeout: float, ranks: int = 2) -> None:
@@ -405,7 +405,7 @@ def test_slice_of_frameworks(part, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [part for part in FRAMEWORKS if part != "trainer/ZeRO-3"])
 def test_framework(part, tmp_path):
-    """TB07, TB18, TB19, TB21, TB36: Accelerate and Trainer shard, merge, resume and export."""
+    """TB07, TB18, TB19, TB21, TB36, TB43: Accelerate and Trainer shard, merge, resume, export."""
     assert_resumes(part, tmp_path)
 
 
