@@ -34,7 +34,7 @@ from sharded_loops import (
     skipping_part,
 )
 from sharded_runs import same_bits
-from sharded_strategies import CUT, DeepSpeed, Fsdp2, without_compiler
+from sharded_strategies import CUT, DeepSpeed, Fsdp2, adapted, without_compiler
 from soup_runs import load, make_trainer, rows
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
@@ -202,7 +202,7 @@ class Watching(Trainer):
 
 def sharded_trainer(kind: str, base: Path, folder: Path, callbacks: list, **changes) -> Trainer:
     """A kind that ends with " init" loads the model partitioned, as a user's script does that
-    makes its TrainingArguments first.
+    makes its TrainingArguments first; with " lora", an adapter is trained.
     """
     fresh_state(kind)
     settings: dict = {
@@ -224,7 +224,7 @@ def sharded_trainer(kind: str, base: Path, folder: Path, callbacks: list, **chan
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         # TrainingArguments has no argument for the backend.
         PartialState(backend="gloo")
-        config = zero_config(kind.removesuffix(" init"), bf16=True)
+        config = zero_config(kind.split()[0], bf16=True)
         settings |= {"deepspeed": config, "bf16": True}
         if kind.endswith(" init"):
             config |= {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
@@ -233,6 +233,9 @@ def sharded_trainer(kind: str, base: Path, folder: Path, callbacks: list, **chan
             alive = hf_deepspeed.HfDeepSpeedConfig(config)
             settings["model"] = load(base)
             assert all(hasattr(p, "ds_id") for p in settings["model"].parameters()), alive
+        if kind.endswith(" lora"):
+            torch.manual_seed(1)
+            settings["model"] = adapted(load(base))
     return make_trainer(base, folder, callbacks, **{**settings, **changes})
 
 

@@ -40,15 +40,19 @@ def odd_llama(seed: int = 0) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def adapted_llama(seed: int = 0) -> nn.Module:
-    """The odd one, frozen, with LoRA of rank 3 on two layers of each block."""
+def adapted(model: nn.Module) -> nn.Module:
+    """Frozen, with LoRA of rank 3 on two layers of each block."""
     import peft
 
     options = {"r": 3, "lora_alpha": 60, "target_modules": ["q_proj", "down_proj"]}
     with warnings.catch_warnings():
         # PEFT 0.21.2 reads an attribute that transformers deprecates.
         warnings.simplefilter("ignore", FutureWarning)
-        return peft.get_peft_model(odd_llama(seed), peft.LoraConfig(**options))
+        return peft.get_peft_model(model, peft.LoraConfig(**options))
+
+
+def adapted_llama(seed: int = 0) -> nn.Module:
+    return adapted(odd_llama(seed))
 
 
 MODELS = {"tied": tiny_llama, "odd": odd_llama, "lora": adapted_llama}
