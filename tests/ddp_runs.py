@@ -3,7 +3,8 @@
     python -m torch.distributed.run --standalone --nproc_per_node 2 tests/ddp_runs.py FOLDER BASE
 
 Each part asserts the strategy that it means to test, and leaves its weights in FOLDER for the test
-to compare. Parts: a plain DDP loop, a merge that fails, ranks that differ, Accelerate, Trainer.
+to compare. Parts: a plain DDP loop, a merge that fails, ranks that differ, Accelerate, Trainer,
+a Trainer that leaves FSDP out.
 """
 
 import gc
@@ -206,6 +207,29 @@ def trainer_run(base: Path, folder: Path) -> dict:
     }
 
 
+class Strategy(TrainerCallback):
+    """What soupkit says of the run, and what the run is."""
+
+    def __init__(self, callback: SoupCallback) -> None:
+        self.callback = callback
+
+    def on_step_end(self, args, state, control, **kwargs):
+        store = self.callback._run.store
+        self.said = store.strategy
+        self.is_plain = all(type(p) is nn.Parameter for p in store.model.parameters())
+        self.is_ddp = isinstance(store.model, DistributedDataParallel)
+
+
+def ignored_fsdp(base: Path, folder: Path) -> dict:
+    """On a CPU Trainer leaves fsdp= out in silence."""
+    callback = SoupCallback(CONFIG)
+    strategy = Strategy(callback)
+    fsdp = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    settings = {"fsdp": True, "fsdp_config": fsdp, "max_steps": 2}
+    make_trainer(base, folder, [callback, strategy], **settings).train()
+    return {"said": strategy.said, "is": strategy.is_plain and strategy.is_ddp}
+
+
 def main() -> None:
     folder, base = Path(sys.argv[1]), Path(sys.argv[2])
     dist.init_process_group("gloo")
@@ -218,6 +242,7 @@ def main() -> None:
         "failing_evaluation": failing_evaluation(base, folder / "failing_evaluation"),
         "accelerate": accelerate_loop(base, folder / "accelerate"),
         "trainer": trainer_run(base, folder / "trainer"),
+        "ignored_fsdp": ignored_fsdp(base, folder / "ignored_fsdp"),
     }
     if dist.get_rank() == 0:
         (folder / "results.json").write_text(json.dumps(results))

@@ -87,6 +87,11 @@ def test_ranks_with_different_weights_are_refused(ddp):
     assert ddp[0]["differing"]["refused"] == [True, True]
 
 
+def test_the_strategy_in_force_is_told_not_the_one_that_was_asked_for(ddp):
+    """TB19."""
+    assert ddp[0]["ignored_fsdp"] == {"said": "DDP", "is": True}
+
+
 @pytest.mark.parametrize("part", ["failing_file", "failing_evaluation"])
 def test_a_fault_of_one_rank_reaches_all(ddp, part):
     """TB07: nobody waits for a rank that has left."""

@@ -189,6 +189,28 @@ def test_epochs_with_best_model_rotation_and_early_stopping(base, tmp_path):
     assert resumed.state.global_step == best + 4
 
 
+@pytest.mark.parametrize("method", ["svd_mean", "ema"])
+def test_checkpoints_of_the_best_steps_only(base, tmp_path, method):
+    """TB33: which steps are saved is known after their evaluation, when the merge is done."""
+    config = SoupConfig(merge_every_n_steps=2, method=method, gate="none")
+    settings = {
+        "save_strategy": "best",
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "metric_for_best_model": "eval_loss",
+        "save_total_limit": 2,
+    }
+    whole = make_trainer(base, tmp_path / "whole", [SoupCallback(config)], **settings)
+    whole.train()
+    stopped = make_trainer(base, tmp_path / "run", [SoupCallback(config)], max_steps=5, **settings)
+    stopped.train()
+    left = sorted((tmp_path / "run").glob("checkpoint-*"))
+    assert left
+    resumed = make_trainer(base, tmp_path / "run", [SoupCallback(config)], **settings)
+    resumed.train(resume_from_checkpoint=str(left[-1]))
+    assert_equal_weights(weights_of(whole.model), weights_of(resumed.model))
+
+
 def test_evaluations_that_are_not_finite_choose_no_partner(base, tmp_path, capfd):
     """TB28: nothing is merged with weights of which nothing is known."""
     values = iter([0.5, float("nan"), 0.4, float("inf"), 0.9, float("nan"), 0.8, 0.7])

@@ -311,7 +311,7 @@ def test_no_rank_ever_gathers_more_than_a_few_matrices(quick, name):
     for record in quick.of(name):
         wholes = record["wholes"]
         everything = sum(4 * value.numel() for value in record["end"].values())
-        assert 0 < wholes["peak"] <= 3 * wholes["largest"] < everything / 3
+        assert 0 < wholes["peak"] <= 3 * wholes["largest"] < everything / 2
         assert wholes["left"] == 0
 
 
