@@ -190,6 +190,28 @@ def test_epochs_with_best_model_rotation_and_early_stopping(base, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["svd_mean", "ema"])
+def test_metric_file_and_run_of_a_step_are_about_the_same_weights(base, tmp_path, method):
+    """TB21, TB22, TB24: whatever is merged or averaged at a step that is evaluated and saved."""
+    config = SoupConfig(merge_every_n_steps=2, method=method, gate_batches=2)
+    live = {}
+
+    class Last(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            live[state.global_step] = weights_of(model)
+
+    settings = {"eval_strategy": "steps", "eval_steps": 1, **SAVE, "max_steps": 5}
+    trainer = make_trainer(base, tmp_path, [SoupCallback(config), Last()], **settings)
+    trainer.train()
+    told = {r["step"]: r["eval_loss"] for r in trainer.state.log_history if "eval_loss" in r}
+    assert sorted(told) == [1, 2, 3, 4, 5]
+    for step, loss in told.items():
+        saved = load(tmp_path / f"checkpoint-{step}")
+        assert_equal_weights(live[step], weights_of(saved))
+        found = make_trainer(base, tmp_path / "again", model=saved).evaluate()
+        assert found["eval_loss"] == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("method", ["svd_mean", "ema"])
 def test_checkpoints_of_the_best_steps_only(base, tmp_path, method):
     """TB33: which steps are saved is known after their evaluation, when the merge is done."""
     config = SoupConfig(merge_every_n_steps=2, method=method, gate="none")
