@@ -24,8 +24,14 @@ Scale = Literal["row", "matrix"]
 DEFAULT_RANK = 64
 MAX_PLANES = 4
 BASE_NAME = "base"
-_ONLY_MERGES_USE = ("rank", "energy", "weight", "optimizer_state")
 _ONLY_EMA_USES = ("ema_decay", "ema_every_n_steps", "ema_place")
+# Settings that a method does not look at.
+_IGNORED: dict[str, tuple[str, ...]] = {
+    "svd_mean": _ONLY_EMA_USES,
+    "monosoup": ("rank", *_ONLY_EMA_USES),
+    "mean": ("rank", "energy", *_ONLY_EMA_USES),
+    "ema": ("rank", "energy", "weight", "optimizer_state"),
+}
 
 _VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -86,7 +92,7 @@ def _check_patterns(field: str, patterns: object) -> tuple[str, ...]:
         )
     for pattern in patterns:
         try:
-            re.compile(pattern)
+            re.compile(pattern).search("")
         except (re.error, TypeError) as error:
             raise ValueError(
                 f"{field}: {pattern!r} is no regular expression ({error}); correct it"
@@ -108,7 +114,7 @@ class SoupConfig:
             of the run's weights, a side soup: training never sees it; rank, energy, weight and
             optimizer_state have no meaning there and are refused).
         rank: singular triplets kept by svd_mean; 64 unless `energy` is given. The other methods
-            keep all.
+            keep all, and refuse it.
         energy: share of the squared singular values to keep, in (0, 1], instead of a rank; for
             monosoup the R of its variance variant. One of rank and energy.
         weight: share of the partner in the merge, in (0, 1); the run's own weights have 1 - weight.
@@ -201,11 +207,11 @@ class SoupConfig:
                 'feed_back=True with method="ema": the average is a side soup that training never '
                 'sees; leave feed_back out, or feed back merges with method="mean"'
             )
-        ignored = _ONLY_MERGES_USE if is_ema else _ONLY_EMA_USES
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in ignored and value != field.default:
-                remedy = "" if is_ema else ', or use method="ema"'
+            if field.name in _IGNORED[self.method] and value != field.default:
+                user = "ema" if field.name in _ONLY_EMA_USES else "svd_mean"
+                remedy = "" if is_ema else f', or use method="{user}"'
                 raise ValueError(
                     f'{field.name}={value!r} has no meaning with method="{self.method}": leave it '
                     f"out{remedy}"

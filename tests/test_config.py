@@ -109,12 +109,22 @@ def test_settings_are_frozen_and_can_be_replaced() -> None:
         ("seed", -1, ">= 0"),
         ("include", "attn", "tuple of regular expressions"),
         ("exclude", ("(",), "no regular expression"),
+        ("include", (b"attn",), "no regular expression"),
     ],
 )
 def test_every_field_refuses_with_value_and_limit(field: str, value: object, message: str) -> None:
     with pytest.raises(ValueError, match=field) as caught:
         SoupConfig(**{field: value})  # type: ignore[arg-type]
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "field", "value"),
+    [("mean", "rank", 8), ("mean", "energy", 0.9), ("monosoup", "rank", 8)],
+)
+def test_a_method_refuses_what_it_would_not_look_at(method: str, field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field}={value} has no meaning .*svd_mean"):
+        SoupConfig(method=method, **{field: value})  # type: ignore[arg-type]
 
 
 def test_rank_and_energy_exclude_each_other() -> None:
