@@ -1,5 +1,6 @@
 """method="ema" in whole runs: what is exported, reported, stored and resumed."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from soupkit.errors import TrainingError
 from soupkit.restore import restore
 from soupkit.training import Soup, SoupCallback
 from soupkit.training.ema import decay_of_update
+from soupkit.training.state import AverageRecord, SoupFolder
 
 CONFIG = SoupConfig(method="ema", ema_decay=0.8, merge_every_n_steps=3)
 
@@ -177,3 +179,30 @@ def test_a_run_that_knew_no_soup_begins_its_average_where_it_is(base, tmp_path):
     run = make_trainer(base, tmp_path, [callback], **settings)
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert [report.step for report in callback.reports] == [3, 6]
+
+
+def test_a_run_may_change_its_method_when_it_is_resumed(base, tmp_path):
+    merging = SoupConfig(merge_every_n_steps=2, rank=3, gate="none")
+
+    def go_on(config, stop, checkpoint):
+        callback = SoupCallback(config)
+        trainer = make_trainer(
+            base, tmp_path, [callback], max_steps=stop, save_strategy="steps", save_steps=1
+        )
+        place = str(tmp_path / f"checkpoint-{checkpoint}") if checkpoint else None
+        trainer.train(resume_from_checkpoint=place)
+        return [report.step for report in callback.reports]
+
+    assert go_on(merging, 5, None) == [4]
+    for step in (4, 5):
+        with pytest.raises(TrainingError, match=f"another method .* set start_after_step={step},"):
+            go_on(CONFIG, 6, step)
+    assert go_on(replace(CONFIG, start_after_step=5), 6, 5) == [6]
+    state = SoupFolder(tmp_path / "soup").newest(at_most=6)
+    assert state is not None
+    assert (state.partner, state.average) == (None, AverageRecord(6, 1))
+    # Back again: the first merge point captures, the average is of no use any more.
+    assert go_on(merging, 10, 6) == [10]
+    state = SoupFolder(tmp_path / "soup").newest(at_most=10)
+    assert state is not None
+    assert state.average is None

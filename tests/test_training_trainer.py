@@ -436,6 +436,38 @@ def test_everything_is_checked_before_step_1(base, tmp_path):
     refused(TrainingError, "shape", [SoupCallback(EVERY_2, base=saved_wide(tmp_path))])
 
 
+def test_a_set_without_labels_is_found_before_step_1_wherever_it_stands(base, tmp_path):
+    unlabelled = [{"input_ids": row["input_ids"]} for row in rows(4, seed=2)]
+    sets = {"a": rows(4, seed=2), "b": unlabelled}
+    trainer = make_trainer(base, tmp_path, [SoupCallback(EVERY_2)], eval_dataset=sets)
+    with pytest.raises(TrainingError, match="no labels"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("refused", ["family", "base"])
+def test_a_start_that_is_refused_deletes_nothing_of_the_run_before(base, tmp_path, refused):
+    """A second train() goes on from other weights, which fit neither the family nor that base."""
+    family = ExportConfig(family=tmp_path / "family", name="x")
+    trainer = make_trainer(base, tmp_path / "run", [SoupCallback(EVERY_2, export=family)], **SAVE)
+    trainer.train()
+    soup = tmp_path / "run" / "soup"
+    kept = {path.name: path.read_bytes() for path in soup.glob("*.*")}
+    if refused == "base":
+        callback = SoupCallback(EVERY_2, base=saved_wide(tmp_path))
+        trainer = make_trainer(base, tmp_path / "run", [callback], **SAVE)
+    with pytest.raises(TrainingError, match=r"another base|has shape"):
+        trainer.train()
+    found = {path.name: path.read_bytes() for path in soup.glob("*.*") if path.is_file()}
+    assert kept.items() <= found.items()
+    assert not (soup / "base").exists()
+    again = SoupCallback(EVERY_2)
+    make_trainer(base, tmp_path / "run", [again], **SAVE, max_steps=10).train(
+        resume_from_checkpoint=True
+    )
+    assert [(report.step, report.partner_step) for report in again.reports] == [(10, 8)]
+
+
 def saved_wide(tmp_path):
     model = tiny_llama()
     model.resize_token_embeddings(29)

@@ -90,9 +90,9 @@ class EvaluationLoss:
                         "on some rank: enlarge it, or drop dataloader_drop_last"
                     )
                 self._batches += found[:common]
-            with evaluation_mode(trainer.model):
-                # A set without labels is found now, not at the first merge point.
-                ranks.on_each(partial(self._loss, self._batches[0]))
+                with evaluation_mode(trainer.model):
+                    # A set without labels is found now, not at the first merge point.
+                    ranks.on_each(partial(self._loss, found[0]))
 
     def __call__(self) -> float:
         """The live weights' score, the same bits on every rank. Collective; model in eval mode."""

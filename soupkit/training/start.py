@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from soupkit.checkpoint import Checkpoint, open_checkpoint
 from soupkit.config import SoupConfig
 from soupkit.errors import TrainingError
 from soupkit.files import PENDING_PREFIX
@@ -122,12 +123,15 @@ class Preparation:
         checkpoint_steps: Callable[[], Iterable[int] | None],
         metric_name: str,
         check_weights: bool = True,
+        check: Callable[[Checkpoint | None], None] = lambda base: None,
     ) -> SoupRun | EmaRun:
         """Begin a run at step 0, or go on after `step`.
 
         Args:
             check_weights: whether the model holds the weights of `step` now, so that they can be
                 compared.
+            check: raises what speaks against the run's base, on one rank, before anything of an
+                earlier run is deleted.
             others: as SoupRun takes them; logdir None: no scalars.
 
         Raises:
@@ -136,12 +140,13 @@ class Preparation:
         """
         if self.config.optimizer_state == "reset":
             check_reset(self.store, optimizer)
-        state = self._fresh() if step == 0 else self._resumed(step, check_weights)
+        state = self._fresh(check) if step == 0 else self._resumed(step, check_weights)
         base = open_base(state.base, self.folder)
-        if base is not None:
-            if step > 0:
+        if step > 0:
+            self.ranks.on_zero(lambda: check(base))
+            if base is not None:
                 self.ranks.on_zero(lambda: check_fingerprint(base, state.base))
-            check_base(base, self.store)
+                check_base(base, self.store)
         journal = Journal(
             self.folder,
             self.store,
@@ -168,7 +173,10 @@ class Preparation:
         }
         if self.config.method == "ema":
             average = self._average(step, state)
+            # A run whose method changes leaves what belongs to the former one behind.
+            shared["state"] = replace(state, partner=None)
             return EmaRun(self.config, average=average, **shared)
+        shared["state"] = replace(state, average=None)
         return SoupRun(self.config, optimizer=optimizer, **shared)
 
     def _average(self, step: int, state: SoupState) -> Average:
@@ -184,25 +192,34 @@ class Preparation:
             )
         )
         first = (config.start_after_step // config.ema_every_n_steps + 1) * config.ema_every_n_steps
-        is_known = record is None or record.step == step
-        if step > 0 and not self._is_adopted and (state.step != step or not is_known):
-            if step >= first:
-                raise TrainingError(
-                    f"{folder.root} has no moving average of step {step}, its newest state is of "
-                    f"step {state.step}: resume from the checkpoint of that step, and call "
-                    "soup.save(folder) beside each checkpoint of a loop of your own"
-                )
-        elif record is not None:
-            found = record
+        if record is not None and record.step == step:
             self.ranks.on_each(
                 lambda: average.load(
-                    Snapshot(folder.average_path(found.step)), num_updates=found.num_updates
+                    Snapshot(folder.average_path(step)), num_updates=record.num_updates
                 )
+            )
+        elif step >= first and not self._is_adopted:
+            newest = "" if record is None else f", its newest is of step {record.step}"
+            raise TrainingError(
+                f"{folder.root} has no moving average of step {step}{newest}: the run had another "
+                "method then, or a loop of your own did not call soup.save(folder) beside that "
+                "checkpoint; resume from a checkpoint that has one, or set start_after_step="
+                f"{step}, so that the average begins there"
             )
         return average
 
-    def _fresh(self) -> SoupState:
+    def _fresh(self, check: Callable[[Checkpoint | None], None]) -> SoupState:
         record = self._record or self.find_base()
+        pending = self.folder.pending_base_path
+
+        def check_all() -> None:
+            is_pending = pending.is_dir()
+            base = open_checkpoint(pending) if is_pending else open_base(record, self.folder)
+            check(base)
+            if base is not None:
+                check_base(base, self.store)
+
+        self.ranks.on_zero(check_all)
         checksum = self.store.checksum()
         state = SoupState(step=0, base=record, weights=checksum, dtypes=self.store.dtypes)
 

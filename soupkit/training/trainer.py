@@ -18,6 +18,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
+from soupkit.checkpoint import Checkpoint
 from soupkit.config import ExportConfig, SoupConfig
 from soupkit.errors import TrainingError
 from soupkit.tracking import say
@@ -114,15 +115,21 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
             logdir=Path(logdir) if logdir else output_dir / "runs",
             checkpoint_steps=lambda: checkpoint_steps(output_dir),
             metric_name=self.config.metric_for_best,
+            check=self._export_check(trainer),
         )
         self._run = run
-        if self.export is not None:
-            export, tensors = self.export, checkpoint_tensors(trainer.model_wrapped)
-            run.ranks.on_zero(lambda: check_export(export, run.base, tensors))
         if step > 0 and run.is_due(step) and run.state.step < step:
             # The checkpoint was written at a merge point before the merge (just-in-time checkpoints
             # do so).
             self._merge_at(step)
+
+    def _export_check(self, trainer: Trainer) -> Callable[[Checkpoint | None], None]:
+        export = self.export
+        if export is None:
+            return lambda base: None
+        # An adapter on a quantised model is refused here, on every rank.
+        tensors = checkpoint_tensors(trainer.model_wrapped)
+        return lambda base: check_export(export, base, tensors)
 
     def _gate(self, trainer: Trainer, preparation: Preparation) -> Callable[[], float] | None:
         if self.config.gate == "none":
