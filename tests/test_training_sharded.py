@@ -51,7 +51,6 @@ SLICE = [
     "odd/ZeRO-3 bf16",
     "frozen/ZeRO-3",
     "reset/ZeRO-3",
-    "lora/DDP",
     "lora/ZeRO-3 bf16",
 ]
 SLOW = [
@@ -80,6 +79,7 @@ SLOW = [
     "tied/ZeRO-3 bf16",
     "odd/FSDP2 bf16",
     "odd/FSDP1 bf16",
+    "lora/DDP",
     "lora/ZeRO-1",
     "lora/ZeRO-2",
     "lora/ZeRO-3 whole",
@@ -262,12 +262,14 @@ def assert_all(records: Records, name: str) -> None:
         assert_equals_one_process(records, name)
         return
     for tensor_name, value in records.plain(name)["after"][7].items():
-        # Weights are about 1, and a bfloat16 has 8 bits.
-        torch.testing.assert_close(first["after"][7][tensor_name], value, rtol=0, atol=0.05)
+        # Weights are about 1, and a bfloat16 has 8 bits. A frozen one has no float32 master.
+        found = first["after"][7][tensor_name].float()
+        torch.testing.assert_close(found, value, rtol=0, atol=0.05)
     if "ZeRO" in name:
         # A merge in bfloat16 would leave masters that bfloat16 can hold.
         merged = first["after"][MERGES[0]].values()
-        assert any(not torch.equal(v, v.bfloat16().float()) for v in merged)
+        masters = [value for value in merged if value.dtype == torch.float32]
+        assert any(not torch.equal(v, v.bfloat16().float()) for v in masters)
 
 
 @pytest.mark.parametrize("name", QUICK)
