@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from soupkit.cuts import Cuts
 from soupkit.delta import TensorSource
@@ -57,6 +58,8 @@ class Journal:
     def set_aside(self) -> OnDisk | InMemory:
         """Copy the live weights, to the undo file, which the next commit deletes, or to memory."""
         if self._undo_in_memory:
+            # Before any rank writes a file of its own that this would delete.
+            self._ranks.on_zero(self._forget_later_steps)
             return self._ranks.on_each(lambda: InMemory(self._store))
 
         def write(source: TensorSource) -> None:
@@ -179,4 +182,12 @@ def agreed_checksum(store: ParamStore, ranks: Ranks) -> str:
             f"the {ranks.world_size} ranks hold different weights; soupkit needs the same on each: "
             "wrap the model in DistributedDataParallel (accelerator.prepare does) before Soup"
         )
+    seen: dict[tuple[Any, ...], int] = {}
+    for sums in ranks.gather(store.replica_sums()):
+        for place, value in sums.items():
+            if seen.setdefault(place, value) != value:
+                raise TrainingError(
+                    f"{place[0]} is held by several ranks, which have different values of it: sum "
+                    "its gradients over them, or leave it out of the merges with exclude="
+                )
     return checksums[0]

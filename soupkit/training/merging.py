@@ -159,13 +159,16 @@ def merge_into(
         for unit in store.units
     }
     in_work: deque[tuple[list[Unit], Future[list[Tensor]]]] = deque()
-    with Workers(store.device) as workers, full_precision(torch.empty(0, device=store.device)):
+    # The threads end before the precision, which is the process's, is put back.
+    with full_precision(torch.empty(0, device=store.device)), Workers(store.device) as workers:
+        # Reading and handing out are collective: in one order, however many threads a rank has.
+        ahead = min(ranks.gather(workers.ahead))
         for names in rounds(costs, ranks.world_size):
             dealt = [units[name] for name in names]
             mine = dealt[ranks.rank] if ranks.rank < len(dealt) else None
             current = _own_values(store, dealt, mine)
             in_work.append((dealt, workers.submit(partial(share, mine, current))))
-            if len(in_work) > workers.ahead:
+            if len(in_work) > ahead:
                 _finish(store, ranks, *in_work.popleft())
         while in_work:
             _finish(store, ranks, *in_work.popleft())

@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -214,6 +215,19 @@ class ParamStore:
         for value in sums.tolist():
             digest.update(value.to_bytes(8, "little", signed=True))
         return digest.hexdigest()
+
+    def replica_sums(self) -> dict[tuple[Any, ...], int]:
+        """(name, where in it) of each of this rank's parts that other ranks may hold, too -> a sum
+        of its bits, which must be the same on those; none where every rank holds all. Local.
+        """
+        return {
+            (name, part.view, part.start, tuple(part.data.shape)): int(
+                sum_of_bits(part, self.shape(name))
+            )
+            for name in self.names
+            if name in self._tensors.replicated
+            for part in self.parts(name)
+        }
 
     def _sum(self, name: str) -> Tensor:
         sums = [sum_of_bits(part, self.shape(name)).cpu() for part in self._counted(name)]

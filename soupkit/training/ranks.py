@@ -85,10 +85,7 @@ class Ranks:
             try:
                 box[0] = act()
             except Exception as error:  # noqa: BLE001 - passed on to every rank below, this one included
-                known = isinstance(error, (SoupkitError, ValueError))
-                box[1] = (
-                    error if known else TrainingError(f"rank 0: {type(error).__name__}: {error}")
-                )
+                box[1] = _told_to_all(error)
         dist.broadcast_object_list(box, src=0)
         if box[1] is not None:
             raise box[1]
@@ -112,24 +109,43 @@ class Ranks:
         return result[0]
 
     def raise_together(self, error: Exception | None) -> None:
-        """Raise on every rank if any rank brings an error; the lowest rank's text.
+        """Raise on every rank if any rank brings an error: one of the lowest one's kind, so that
+        whoever tells kinds of errors apart does so on all ranks alike.
 
         Raises:
-            type(error): on the rank that brought it; SoupkitError's subclass of the first one
-            elsewhere.
+            type(error): on a rank whose own is of that kind; elsewhere the same, if it is a
+                SoupkitError, else TrainingError; from the rank's own one.
         """
-        found = self.gather(None if error is None else (type(error), str(error)))
-        if error is not None:
-            raise error
+        found = self.gather(None if error is None else _told_of(error))
         for rank, other in enumerate(found):
-            if other is not None:
-                kind, text = other
-                raise (kind if issubclass(kind, SoupkitError) else TrainingError)(
-                    f"rank {rank}: {text}"
-                )
+            if other is None:
+                continue
+            kind, name, text = other
+            if error is not None and _told_of(error)[1] == name:
+                raise error
+            raise (kind or TrainingError)(f"rank {rank}: {text}") from error
 
     def broadcast(self, tensor: Tensor, *, source: int) -> None:
         """Overwrite the contiguous `tensor` on every rank with rank `source`'s, bit for bit."""
         if self.world_size > 1 and tensor.numel() > 0:
             # As bytes: not every backend knows every dtype.
             dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=source)
+
+
+# A caller's own kinds of errors, and what they hold, may not be picklable: only their text goes
+# over to other ranks.
+
+
+def _told_of(error: Exception) -> tuple[type[SoupkitError] | None, str, str]:
+    """(kind, if it is ours; its name; text)."""
+    name = f"{type(error).__module__}.{type(error).__qualname__}"
+    return type(error) if isinstance(error, SoupkitError) else None, name, str(error)
+
+
+def _told_to_all(error: Exception) -> Exception:
+    """What every rank raises for rank 0's error."""
+    if isinstance(error, SoupkitError) or type(error) is ValueError:
+        return error
+    if isinstance(error, ValueError):
+        return ValueError(str(error))
+    return TrainingError(f"rank 0: {type(error).__name__}: {error}")

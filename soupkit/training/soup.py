@@ -16,11 +16,14 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from soupkit.checkpoint import Checkpoint
 from soupkit.config import SoupConfig
 from soupkit.cuts import Cuts
 from soupkit.errors import MergeError, TrainingError
 from soupkit.merge import MatrixReport, MergeRule
+from soupkit.numeric import full_precision
 from soupkit.training.base import check_untouched, file_stamp
 from soupkit.training.checkpoint_tensors import checkpoint_tensors
 from soupkit.training.guards import held_interrupts, preserved_rng
@@ -286,8 +289,10 @@ class SoupRun:
                 return found.partner
             return found.current if from_undo else found.merged(self._rule)
 
-        with Workers(self.store.device) as workers:
-            cuts = workers.map(kept, list(trial.found.values()))
+        # Around all threads: each puts the process's precision back to what it found.
+        precise = full_precision(torch.empty(0, device=self.store.device))
+        with precise, Workers(self.store.device) as workers:
+            cuts = self.ranks.on_each(lambda: workers.map(kept, list(trial.found.values())))
         self.journal.store_cuts(step, dict(zip(trial.found, cuts, strict=True)))
         return replace(next_partner, cuts=step)
 

@@ -86,8 +86,10 @@ class ModelTensors:
         self.is_whole = all(isinstance(weight, Whole) for weight in self.weights.values())
         # For each weight, which of this rank's parts count: those that no lower rank has, too.
         self.counted: dict[str, tuple[bool, ...]] = {}
+        # Names of those that have a part which several ranks hold.
+        self.replicated: frozenset[str] = frozenset()
         if not self.is_whole:
-            self.counted = _first_of_their_kind(self.every)
+            self.counted, self.replicated = _first_of_their_kind(self.every)
 
     def settle(self) -> None:
         """Drop what forwards have left gathered, which a write would not reach. Local."""
@@ -118,9 +120,12 @@ class ModelTensors:
         return assemble(weight, tensors, weight.dtype, counted=self.counted.get(name, ()))
 
 
-def _first_of_their_kind(weights: dict[str, Weight]) -> dict[str, tuple[bool, ...]]:
+def _first_of_their_kind(
+    weights: dict[str, Weight],
+) -> tuple[dict[str, tuple[bool, ...]], frozenset[str]]:
     """For each weight, whether each of this rank's parts is on no lower rank: replicas over a mesh
-    axis, or over ranks that a mesh knows nothing of, must not be summed. Collective.
+    axis, or over ranks that a mesh knows nothing of, must not be summed; and the names of the
+    weights that have replicas. Collective.
     """
     boxes = {
         name: [(part.view, part.start, tuple(part.data.shape)) for part in weight.parts()]
@@ -129,10 +134,14 @@ def _first_of_their_kind(weights: dict[str, Weight]) -> dict[str, tuple[bool, ..
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, boxes)
     lower = every[: dist.get_rank()]
-    return {
+    counted = {
         name: tuple(all(box not in other[name] for other in lower) for box in own)
         for name, own in boxes.items()
     }
+    held = {name: [box for of_rank in every for box in of_rank[name]] for name in boxes}
+    return counted, frozenset(
+        name for name, all_of in held.items() if len(set(all_of)) < len(all_of)
+    )
 
 
 def _named_weights(model: nn.Module) -> Iterator[tuple[str, Weight, Any]]:

@@ -53,8 +53,11 @@ class Workers:
     ) -> None:
         """Drop what has not begun, wait for what has."""
         if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-            torch.set_num_threads(self._threads)
+            try:
+                self._pool.shutdown(cancel_futures=True)
+            finally:
+                # After a second Ctrl-C, too.
+                torch.set_num_threads(self._threads)
 
     def submit(self, act: Callable[[], T]) -> Future[T]:
         """Run `act` in a thread; at once in the caller's, if that is the only one."""

@@ -1,0 +1,148 @@
+"""Two ranks over gloo that are not alike: threads, errors, replicas. Launched by
+test_training_rank_faults.py.
+
+python -m torch.distributed.run --standalone --nproc_per_node 2 tests/rank_fault_runs.py FOLDER
+"""
+
+import gc
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from soupkit import SoupConfig
+from soupkit.errors import MergeError, TrainingError
+from soupkit.training import Soup, merging
+
+CONFIG = SoupConfig(merge_every_n_steps=1, rank=2, gate="none")
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(7, 7) for _ in range(12)))
+
+
+def step(live: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    live(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def threads(folder: Path) -> dict:
+    """Rank 0 has room for more work ahead than rank 1; each matrix is gathered from both."""
+    live = model()
+    fully_shard(live)
+    optimizer = torch.optim.SGD(live.parameters(), lr=0.01)
+    soup = Soup(live, config=CONFIG, output_dir=folder)
+    torch.set_num_threads(3 if dist.get_rank() == 0 else 1)
+    for _ in range(3):
+        step(live, optimizer)
+        report = soup.step()
+    found = torch.get_num_threads()
+    torch.set_num_threads(1)
+    return {"accepted": report is not None and report.accepted, "threads": found}
+
+
+def errors(folder: Path) -> dict:
+    """Both ranks fail in one merge: rank 0's kind refuses the merge, rank 1's ends the run."""
+    live = DistributedDataParallel(model())
+    optimizer = torch.optim.SGD(live.parameters(), lr=0.01)
+    soup = Soup(live, config=CONFIG, output_dir=folder)
+    step(live, optimizer)
+    soup.step()
+    original = merging.merged_values
+
+    def fail(*args, **kwargs):
+        raise MergeError("not finite") if dist.get_rank() == 0 else MemoryError
+
+    merging.merged_values = fail
+    step(live, optimizer)
+    refused = soup.step()
+    merging.merged_values = original
+    step(live, optimizer)
+    return {"refused": not refused.accepted, "next": soup.step().accepted}
+
+
+def unpicklable(folder: Path) -> dict:
+    """A caller's own kind of error cannot be sent to the other rank."""
+
+    class OwnError(Exception):
+        pass
+
+    class OwnValueError(ValueError):
+        pass
+
+    found = {}
+    for kind, at in ((OwnError, {0, 1}), (OwnError, {1}), (OwnValueError, {0})):
+
+        def evaluate(kind=kind, at=at) -> float:
+            if dist.get_rank() in at:
+                raise kind("it")
+            return 1.0
+
+        soup = Soup(
+            DistributedDataParallel(model()),
+            config=SoupConfig(merge_every_n_steps=1, rank=2),
+            evaluate=evaluate,
+            output_dir=folder / f"{kind.__name__} {len(at)}",
+        )
+        try:
+            soup.step()
+        except Exception as error:  # noqa: BLE001 - its kind is what is tested
+            found[f"{kind.__name__} {sorted(at)}"] = type(error).__name__
+    try:
+        soup._preparation.ranks.on_zero(evaluate)
+    except ValueError as error:
+        found["rank 0's"] = str(error)
+    return found
+
+
+def replicas(folder: Path) -> dict:
+    """A weight that FSDP2 leaves whole is another one on each rank, as with parallel experts."""
+    live = model()
+    with torch.no_grad():
+        live[1].weight.add_(dist.get_rank())
+    fully_shard(live, ignored_params={live[1].weight})
+    before = live[1].weight.detach().clone()
+    try:
+        Soup(live, config=CONFIG, output_dir=folder / "all")
+    except TrainingError as error:
+        text = str(error)
+    else:
+        text = "not refused"
+    optimizer = torch.optim.SGD(live.parameters(), lr=0.0)
+    soup = Soup(
+        live,
+        config=SoupConfig(merge_every_n_steps=1, rank=2, gate="none", exclude=("1.weight",)),
+        output_dir=folder / "others",
+    )
+    for _ in range(2):
+        step(live, optimizer)
+        soup.step()
+    return {"text": text, "untouched": torch.equal(before, live[1].weight.detach())}
+
+
+def main() -> None:
+    # A rank that waits for ever fails the test sooner than that.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+    folder = Path(sys.argv[1])
+    mine = {part.__name__: part(folder / part.__name__) for part in PARTS}
+    every = [None, None]
+    dist.all_gather_object(every, mine)
+    if dist.get_rank() == 0:
+        (folder / "results.json").write_text(json.dumps(every))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+PARTS = (threads, errors, unpicklable, replicas)
+
+if __name__ == "__main__":
+    main()
+    gc.collect()  # ends gloo's threads, as in recipes/sft.py

@@ -1,0 +1,88 @@
+"""Ranks that are not alike, or fail each in its own way: none waits for ever, nothing is lost."""
+
+import json
+
+import pytest
+import torch
+from soup_runs import load, saved_base
+from test_training_sharded import launch
+
+from soupkit import SoupConfig
+from soupkit.training import Soup
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    launch("rank_fault_runs.py", str(folder), folder=folder, timeout=200)
+    return json.loads((folder / "results.json").read_text())
+
+
+def test_ranks_with_other_numbers_of_threads_gather_in_one_order(found):
+    assert [of_rank["threads"]["accepted"] for of_rank in found] == [True, True]
+    assert [of_rank["threads"]["threads"] for of_rank in found] == [3, 1]
+
+
+def test_ranks_that_fail_together_agree_on_the_kind_of_fault(found):
+    assert [of_rank["errors"] for of_rank in found] == [{"refused": True, "next": True}] * 2
+
+
+def test_an_error_that_cannot_be_sent_leaves_no_rank_waiting(found):
+    zero, one = (of_rank["unpicklable"] for of_rank in found)
+    assert zero["OwnError [0, 1]"] == one["OwnError [0, 1]"] == "OwnError"
+    assert (zero["OwnError [1]"], one["OwnError [1]"]) == ("TrainingError", "OwnError")
+    assert (zero["OwnValueError [0]"], one["OwnValueError [0]"]) == (
+        "OwnValueError",
+        "TrainingError",
+    )
+    assert zero["rank 0's"] == one["rank 0's"] == "it"
+
+
+def test_weights_left_whole_that_differ_between_ranks_are_refused_by_name(found):
+    for of_rank in found:
+        assert "1.weight is held by several ranks" in of_rank["replicas"]["text"]
+        assert of_rank["replicas"]["untouched"]
+
+
+def test_memory_set_aside_forgets_later_steps_before_other_ranks_write(tmp_path):
+    """A resumed run: rank 0 must not delete what rank 1 has just written of this step."""
+    base = saved_base(tmp_path / "base")
+    config = SoupConfig(merge_every_n_steps=2, rank=2, gate="none", undo="memory")
+    soup = Soup(load(base), config=config, output_dir=tmp_path)
+    for _ in range(2):
+        soup.step()
+    again = Soup(load(base), config=config, output_dir=tmp_path)
+    again.resume(2)
+    journal = again._run.journal
+    journal.set_aside()
+    of_other_rank = journal.folder.cuts_path(4, 1)
+    of_other_rank.write_bytes(b"")
+    journal.store_cuts(4, {})
+    assert of_other_rank.exists()
+
+
+def test_the_callers_precision_survives_the_threads_of_a_merge(tmp_path):
+    """They all put the process's setting back to what they found."""
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("torch before 2.9 has one setting, which is read otherwise")
+    before, threads = matmul.fp32_precision, torch.get_num_threads()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(96, 96) for _ in range(24)))
+    soup = Soup(
+        model,
+        config=SoupConfig(merge_every_n_steps=1, rank=32, gate="none"),
+        output_dir=tmp_path,
+    )
+    try:
+        torch.set_num_threads(4)
+        for _ in range(5):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn_like(parameter))
+            matmul.fp32_precision = "bf16"
+            soup.step()
+            assert matmul.fp32_precision == "bf16"
+    finally:
+        matmul.fp32_precision = before
+        torch.set_num_threads(threads)
