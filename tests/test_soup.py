@@ -306,6 +306,14 @@ def test_generators_and_modes_are_left_as_they_were(tmp_path):
     assert not loop.model.model.norm.training
 
 
+@pytest.mark.parametrize("returned", [None, {"eval_loss": 1.0}, torch.ones(2)])
+def test_an_evaluation_that_returns_no_number_is_named(tmp_path, returned):
+    config = SoupConfig(merge_every_n_steps=1, rank=2)
+    loop = Loop(tmp_path, config, evaluate=lambda: returned)
+    with pytest.raises(TrainingError, match=f"evaluate= returned a {type(returned).__name__}"):
+        loop.steps(1)
+
+
 def test_an_interrupt_in_the_middle_of_a_merge_leaves_the_old_weights(tmp_path, ctrl_c):
     calls = []
 
@@ -533,7 +541,7 @@ def test_an_evaluation_that_fails_leaves_the_old_weights(tmp_path):
     loop.steps(1)
     loop.train()
     before = weights_of(loop.model)
-    with pytest.raises(TypeError):
+    with pytest.raises(TrainingError, match="no number"):
         loop.soup.step()
     assert_equal_weights(before, weights_of(loop.model))
 

@@ -260,6 +260,24 @@ def test_the_run_is_exported_and_the_family_is_sound(base, tmp_path):
     assert not (tmp_path / "run" / "soup" / "base").exists()
 
 
+@pytest.mark.parametrize(("rate", "exported"), [(1e-2, "live weights"), (1.0, "side soup")])
+def test_a_side_soup_is_exported_only_if_it_beats_the_end_of_the_run(
+    base, tmp_path, capfd, rate, exported
+):
+    """Between the last merge point and the end of training lies a lot of training."""
+    config = SoupConfig(merge_every_n_steps=2, stop_after_step=4, rank=3, feed_back=False)
+    export = ExportConfig(family=tmp_path / "family", name="x", planes=4)
+    trainer = make_trainer(
+        base, tmp_path / "run", [SoupCallback(config, export=export)], learning_rate=rate
+    )
+    trainer.train()
+    assert f"the {exported}" in capfd.readouterr().err.splitlines()[-2]
+    restore(tmp_path / "family", "x", out=tmp_path / "dense", base=base)
+    dense, live = weights_of(load(tmp_path / "dense")), weights_of(trainer.model)
+    norm = "model.norm.weight"  # a vector, which is exported without loss
+    assert torch.equal(dense[norm], live[norm]) == (exported == "live weights")
+
+
 def test_a_model_without_a_folder_gets_its_step_0_weights_saved(tmp_path):
     model = tiny_llama(seed=4)
     start = weights_of(model)

@@ -9,10 +9,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+from soupkit.errors import TrainingError
 from soupkit.training.guards import evaluation_mode, preserved_rng
 from soupkit.training.params import ParamStore
 from soupkit.training.ranks import Ranks
+
+
+def _number(evaluate: Callable[[], Any]) -> float:
+    found = evaluate()
+    try:
+        return float(found)
+    except (TypeError, ValueError) as error:
+        raise TrainingError(
+            f"evaluate= returned a {type(found).__name__}, which is no number ({error}): return "
+            "the held-out score alone"
+        ) from error
 
 
 class Scorer:
@@ -44,10 +58,10 @@ class Scorer:
         """
         if self._evaluate is None:
             return None
-        evaluate, started = self._evaluate, time.perf_counter()
+        evaluate, started = partial(_number, self._evaluate), time.perf_counter()
         seeded = preserved_rng(self._store.devices, seed=self._seed)
         with seeded, evaluation_mode(self._store.model):
-            score = self._ranks.on_each(lambda: float(evaluate()))
+            score = self._ranks.on_each(evaluate)
         self.seconds += time.perf_counter() - started
         return self._ranks.mean(score)
 

@@ -151,13 +151,28 @@ class SoupRun:
         """A merge that is due is done by the run that resumes."""
 
     def final_weights(self) -> ShardedSource:
-        """What the run ends with: its live weights, or its side soup if training sees no merges.
-        Collective.
+        """What the run ends with: its live weights, or its side soup if training sees no merges;
+        with a gate the side soup only if it scores at least as well. Collective.
         """
-        partner = self.state.partner
+        partner, model = self.state.partner, self.store.model
         if self.config.feed_back or partner is None:
-            return checkpoint_tensors(self.store.model)
-        return checkpoint_tensors(self.store.model, instead=self.journal.captured(partner.step))
+            return checkpoint_tensors(model)
+        soup = f"the side soup of step {partner.step}"
+        if self._scorer.is_gate and partner.score is not None:
+            # Training went on after the last merge point, or the best checkpoint was loaded.
+            with preserved_rng(self.store.devices):
+                current = self._scorer.score()
+            is_better = self._judge.accepts(current, partner.score)
+            self._teller.say(
+                f"{self._teller.metric_name} of the live weights {current:.6g}, of {soup} "
+                f"{partner.score:.6g}: the {'side soup is' if is_better else 'live weights are'} "
+                "exported"
+            )
+            if not is_better:
+                return checkpoint_tensors(model)
+        else:
+            self._teller.say(f"{soup} is exported")
+        return checkpoint_tensors(model, instead=self.journal.captured(partner.step))
 
     def close(self) -> None:
         """Close the figures."""
