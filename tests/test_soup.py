@@ -415,11 +415,21 @@ def test_a_weight_that_is_not_finite_refuses_the_merge_by_name(tmp_path):
     assert_equal_weights(before, weights_of(loop.model))
 
 
-def test_three_refusals_in_a_row_give_one_line_of_advice(tmp_path, capfd):
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({"rank": 2}, 'or try method="mean" or a higher rank'),
+        ({"rank": 64}, 'or try method="mean"'),
+        ({"method": "mean"}, "or try a smaller weight"),
+    ],
+)
+def test_three_refusals_in_a_row_give_one_line_of_advice(tmp_path, capfd, settings, advice):
     scores = iter([1.0] + [1.0, 2.0] * 5)
-    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=1, rank=2), evaluate=lambda: next(scores))
+    config = SoupConfig(merge_every_n_steps=1, **settings)
+    loop = Loop(tmp_path, config, evaluate=lambda: next(scores))
     loop.steps(6)
-    assert capfd.readouterr().err.count("stop_after_step") == 1
+    (line,) = (one for one in capfd.readouterr().err.splitlines() if "stop_after_step" in one)
+    assert line.endswith(advice)
 
 
 def test_include_and_exclude_choose_the_parameters(tmp_path):
@@ -555,7 +565,7 @@ def test_what_a_merge_finds_of_the_next_partner_is_kept_and_used(tmp_path):
         loop = Loop(folder, SoupConfig(merge_every_n_steps=2, rank=2, **gate), evaluate=evaluate)
         loop.steps(4)
         kept = sorted(path.name for path in (loop.folder / "soup").glob("cuts-*"))
-        assert kept == ["cuts-00000004-00000.safetensors"]
+        assert kept == ["cuts-00000004-00000-of-00001.safetensors"]
         loop.steps(2)
         solvers = {m.name: m.solver for m in loop.soup.reports[-1].matrices if m.rank}
         assert solvers
