@@ -7,6 +7,7 @@ python -m torch.distributed.run --standalone --nproc_per_node 2 tests/rank_fault
 import gc
 import json
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from soupkit import SoupConfig
 from soupkit.errors import MergeError, TrainingError
 from soupkit.training import Soup, merging
+from soupkit.training.state import SoupFolder
 
 CONFIG = SoupConfig(merge_every_n_steps=1, rank=2, gate="none")
 
@@ -128,6 +130,36 @@ def replicas(folder: Path) -> dict:
     return {"text": text, "untouched": torch.equal(before, live[1].weight.detach())}
 
 
+def resumed(folder: Path) -> dict:
+    """Rank 0 forgets later steps late, and stores the first cuts of a partner that stays."""
+    live = DistributedDataParallel(model())
+    optimizer = torch.optim.SGD(live.parameters(), lr=0.01)
+    scores = iter(range(100))
+    options = {
+        "config": SoupConfig(merge_every_n_steps=1, rank=2, undo="memory"),
+        "evaluate": lambda: float(next(scores)),
+        "output_dir": folder,
+    }
+    soup = Soup(live, **options)
+    step(live, optimizer)
+    soup.step()
+    again = Soup(live, **options)
+    again.resume(1)
+    original = SoupFolder.forget_after
+
+    def late(self, after: int) -> list[int]:
+        time.sleep(1.0)
+        return original(self, after)
+
+    SoupFolder.forget_after = late
+    step(live, optimizer)
+    again.step()
+    SoupFolder.forget_after = original
+    partner = again._run.state.partner
+    files = again._run.journal.folder.cuts_paths(2)
+    return {"partner": [partner.step, partner.cuts], "files": len(files)}
+
+
 def main() -> None:
     # A rank that waits for ever fails the test sooner than that.
     dist.init_process_group("gloo", timeout=timedelta(seconds=40))
@@ -141,7 +173,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-PARTS = (threads, errors, unpicklable, replicas)
+PARTS = (threads, errors, unpicklable, replicas, resumed)
 
 if __name__ == "__main__":
     main()

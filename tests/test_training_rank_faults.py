@@ -8,6 +8,7 @@ from soup_runs import load, saved_base
 from test_training_sharded import launch
 
 from soupkit import SoupConfig
+from soupkit.errors import TrainingError
 from soupkit.training import Soup
 
 
@@ -44,21 +45,28 @@ def test_weights_left_whole_that_differ_between_ranks_are_refused_by_name(found)
         assert of_rank["replicas"]["untouched"]
 
 
-def test_memory_set_aside_forgets_later_steps_before_other_ranks_write(tmp_path):
-    """A resumed run: rank 0 must not delete what rank 1 has just written of this step."""
+def test_no_rank_deletes_what_another_has_just_written(found):
+    """The first merge of a resumed run, where later steps are forgotten late."""
+    assert [of_rank["resumed"] for of_rank in found] == [{"partner": [1, 2], "files": 2}] * 2
+
+
+@pytest.mark.parametrize("fault", ["gone", "truncated"])
+def test_cuts_that_are_gone_or_damaged_are_refused_before_anything_is_deleted(tmp_path, fault):
     base = saved_base(tmp_path / "base")
-    config = SoupConfig(merge_every_n_steps=2, rank=2, gate="none", undo="memory")
+    config = SoupConfig(merge_every_n_steps=1, rank=2, gate="none")
     soup = Soup(load(base), config=config, output_dir=tmp_path)
-    for _ in range(2):
+    for _ in range(3):
         soup.step()
+    folder = soup._run.journal.folder
+    (path,) = folder.cuts_paths(2)
+    # As one of two ranks' files, of which the other is there.
+    path.rename(folder.cuts_path(2, 1, 2))
+    if fault == "truncated":
+        folder.cuts_path(2, 0, 2).write_bytes(b"1234")
     again = Soup(load(base), config=config, output_dir=tmp_path)
-    again.resume(2)
-    journal = again._run.journal
-    journal.set_aside()
-    of_other_rank = journal.folder.cuts_path(4, 1)
-    of_other_rank.write_bytes(b"")
-    journal.store_cuts(4, {})
-    assert of_other_rank.exists()
+    with pytest.raises(TrainingError, match=f"cuts-00000002-00000-of-00002.*{fault}"):
+        again.resume(2)
+    assert folder.steps() == [0, 1, 2, 3]
 
 
 def test_the_callers_precision_survives_the_threads_of_a_merge(tmp_path):

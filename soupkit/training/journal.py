@@ -58,8 +58,6 @@ class Journal:
     def set_aside(self) -> OnDisk | InMemory:
         """Copy the live weights, to the undo file, which the next commit deletes, or to memory."""
         if self._undo_in_memory:
-            # Before any rank writes a file of its own that this would delete.
-            self._ranks.on_zero(self._forget_later_steps)
             return self._ranks.on_each(lambda: InMemory(self._store))
 
         def write(source: TensorSource) -> None:
@@ -110,28 +108,23 @@ class Journal:
     def store_cuts(self, step: int, cuts: Mapping[str, Cuts]) -> None:
         """Write what this rank found; a commit at `step` must follow."""
 
-        def write() -> None:
-            if self._ranks.is_zero:
-                self._forget_later_steps()
-            write_cuts(self.folder.cuts_path(step, self._ranks.rank), cuts)
+        def make_room() -> None:
+            self._forget_later_steps()
+            # Of an attempt with another number of ranks that was killed before its commit.
+            for path in self.folder.cuts_paths(step):
+                path.unlink()
 
-        self._ranks.on_each(write)
+        # Before any rank writes what this would delete.
+        self._ranks.on_zero(make_room)
+        path = self.folder.cuts_path(step, self._ranks.rank, self._ranks.world_size)
+        self._ranks.on_each(lambda: write_cuts(path, cuts))
 
     def cuts(self, partner: Partner) -> StoredCuts | None:
         """What is known of a partner. Raises TrainingError if its files are gone or damaged."""
         step = partner.cuts
         if step is None:
             return None
-
-        def read() -> StoredCuts:
-            paths = self.folder.cuts_paths(step)
-            if not paths:
-                raise TrainingError(
-                    f"{self.folder.cuts_path(step, 0)} is gone; resume from an older checkpoint"
-                )
-            return StoredCuts(paths)
-
-        return self._ranks.on_each(read)
+        return self._ranks.on_each(lambda: StoredCuts(self.folder.all_cuts_paths(step)))
 
     def report(self, report: MergeReport) -> None:
         """Keep the report of a comparison that changes no state."""

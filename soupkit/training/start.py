@@ -41,6 +41,7 @@ from soupkit.training.scoring import Scorer
 from soupkit.training.served import on_zero_reading
 from soupkit.training.soup import SoupRun
 from soupkit.training.state import BaseRecord, Snapshot, SoupFolder, SoupState
+from soupkit.training.stored_cuts import StoredCuts
 from soupkit.training.telling import Teller
 
 
@@ -254,6 +255,10 @@ class Preparation:
             )
         if state.partner is not None:
             self._check_partner(state.partner.step)
+            cuts = state.partner.cuts
+            if cuts is not None:
+                # Opened for their faults: a merge would find them after steps in vain.
+                self.ranks.on_each(lambda: StoredCuts(self.folder.all_cuts_paths(cuts)))
         # The weights that waited to become the base are not those of step 0.
         self.ranks.on_zero(self.folder.remove_leftovers)
         return state

@@ -5,7 +5,8 @@ step.
                                           last, at once
     soup/partner-00000010.safetensors     the weights captured at step 10, in their own dtypes
     soup/report-00000020.json             the whole report of the merge at step 20
-    soup/cuts-00000020-00000.safetensors  truncated deltas of the partner, by rank 0
+    soup/cuts-00000020-00000-of-00002.safetensors
+                                          truncated deltas of the partner, by rank 0 of 2
     soup/average-00000020.safetensors     the moving average at step 20 (method "ema")
     soup/undo/weights.safetensors         the weights before the merge in work; of use to the living
                                           process only
@@ -41,7 +42,7 @@ from soupkit.tensorfile import MappedFile, TensorFileWriter, TensorSpec
 SCHEMA = 1
 _STATE = re.compile(r"state-(\d+)\.json")
 _NUMBERED = re.compile(
-    r"(?:state|partner|average|report|cuts)-(\d+)(?:-\d+)?\.(?:json|safetensors)"
+    r"(?:state|partner|average|report|cuts)-(\d+)(?:-\d+-of-\d+)?\.(?:json|safetensors)"
 )
 
 
@@ -198,13 +199,22 @@ class SoupFolder:
         """The weights captured at `step`."""
         return self.root / f"partner-{step:08d}.safetensors"
 
-    def cuts_path(self, step: int, rank: int) -> Path:
+    def cuts_path(self, step: int, rank: int, world_size: int) -> Path:
         """The truncated deltas that a rank found in the merge at `step`."""
-        return self.root / f"cuts-{step:08d}-{rank:05d}.safetensors"
+        return self.root / f"cuts-{step:08d}-{rank:05d}-of-{world_size:05d}.safetensors"
 
     def cuts_paths(self, step: int) -> list[Path]:
-        """Those of all ranks that ran then."""
+        """Those of all ranks that are there."""
         return sorted(self.root.glob(f"cuts-{step:08d}-*.safetensors"))
+
+    def all_cuts_paths(self, step: int) -> list[Path]:
+        """Those of all ranks that ran then. Raises TrainingError if one is gone."""
+        found = self.cuts_paths(step)
+        world_size = int(found[0].stem.rsplit("-", 1)[1]) if found else 1
+        expected = [self.cuts_path(step, rank, world_size) for rank in range(world_size)]
+        if gone := sorted({*expected} - {*found}):
+            raise TrainingError(f"{gone[0]} is gone; resume from an older checkpoint")
+        return expected
 
     def average_path(self, step: int) -> Path:
         """The moving average as it was at `step`."""
