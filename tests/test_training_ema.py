@@ -206,3 +206,14 @@ def test_a_run_may_change_its_method_when_it_is_resumed(base, tmp_path):
     state = SoupFolder(tmp_path / "soup").newest(at_most=10)
     assert state is not None
     assert state.average is None
+
+
+def test_a_comparison_claims_no_figures_of_a_merge(base, tmp_path):
+    callback = SoupCallback(CONFIG)
+    make_trainer(base, tmp_path, [callback], max_steps=3).train()
+    (report,) = callback.reports
+    told = report.to_json(matrices=False)
+    assert [told[name] for name in ("kept_energy", "delta_norm_before", "cosine")] == [None] * 3
+    assert set(report.scalars()) == {
+        "soup/seconds", "soup/accepted", "soup/metric_current", "soup/metric_merged"
+    }  # fmt: skip

@@ -9,6 +9,10 @@ from typing import Any
 from soupkit.merge import MatrixReport
 
 
+# Properties of a report that sum up its matrices.
+_SUMS = ("kept_energy", "delta_norm_before", "delta_norm_after", "cosine")
+
+
 def finite_or_none(value: float | None) -> float | None:
     """`value`, or None where it is NaN or infinite: JSON has no word for those."""
     return value if value is not None and math.isfinite(value) else None
@@ -85,10 +89,7 @@ class MergeReport:
             "reason": self.reason,
             "seconds": self.seconds,
             "score_seconds": self.score_seconds,
-            "kept_energy": self.kept_energy,
-            "delta_norm_before": self.delta_norm_before,
-            "delta_norm_after": self.delta_norm_after,
-            "cosine": self.cosine,
+            **{name: self._sums().get(name) for name in _SUMS},
         }
         if matrices:
             entry["matrices"] = [matrix.to_json() for matrix in self.matrices]
@@ -97,9 +98,10 @@ class MergeReport:
     def scalars(self) -> dict[str, float]:
         """What TensorBoard shows of it, by the names of soupkit.tracking."""
         # A moving average is compared, not merged: it has no partner and no deltas.
-        merged = {} if self.method == "ema" else self._merge_scalars()
+        partner = None if self.method == "ema" else float(self.partner_step)
         values = {
-            **merged,
+            **{f"soup/{name}": value for name, value in self._sums().items()},
+            "soup/partner_step": partner,
             "soup/seconds": self.seconds,
             "soup/accepted": float(self.accepted),
             "soup/metric_current": finite_or_none(self.metric_current),
@@ -107,14 +109,9 @@ class MergeReport:
         }
         return {name: value for name, value in values.items() if value is not None}
 
-    def _merge_scalars(self) -> dict[str, float]:
-        return {
-            "soup/kept_energy": self.kept_energy,
-            "soup/delta_norm_before": self.delta_norm_before,
-            "soup/delta_norm_after": self.delta_norm_after,
-            "soup/cosine": self.cosine,
-            "soup/partner_step": float(self.partner_step),
-        }
+    def _sums(self) -> dict[str, float]:
+        """The sums by name; none where no matrix was merged (an ema, a merge that failed)."""
+        return {name: getattr(self, name) for name in _SUMS} if self.matrices else {}
 
     def line(self, metric_name: str) -> str:
         """One line for the terminal."""
