@@ -8,7 +8,6 @@ from typing import Any
 
 from soupkit.merge import MatrixReport
 
-
 # Properties of a report that sum up its matrices.
 _SUMS = ("kept_energy", "delta_norm_before", "delta_norm_after", "cosine")
 
