@@ -130,6 +130,18 @@ def replicas(folder: Path) -> dict:
     return {"text": text, "untouched": torch.equal(before, live[1].weight.detach())}
 
 
+def stages(folder: Path) -> str:
+    """Each rank has a layer of its own, sharded or not."""
+    live = nn.Sequential(nn.Linear(7, 7))
+    live.add_module(f"of rank {dist.get_rank()}", nn.Linear(7, 7))
+    fully_shard(live)
+    try:
+        Soup(live, config=CONFIG, output_dir=folder)
+    except TrainingError as error:
+        return str(error)
+    return "not refused"
+
+
 def resumed(folder: Path) -> dict:
     """Rank 0 forgets later steps late, and stores the first cuts of a partner that stays."""
     live = DistributedDataParallel(model())
@@ -173,7 +185,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-PARTS = (threads, errors, unpicklable, replicas, resumed)
+PARTS = (threads, errors, unpicklable, replicas, stages, resumed)
 
 if __name__ == "__main__":
     main()

@@ -45,6 +45,11 @@ def test_weights_left_whole_that_differ_between_ranks_are_refused_by_name(found)
         assert of_rank["replicas"]["untouched"]
 
 
+def test_pipeline_stages_are_refused_on_every_rank(found):
+    for of_rank in found:
+        assert "not every rank has of rank 0.bias: pipeline stages" in of_rank["stages"]
+
+
 def test_no_rank_deletes_what_another_has_just_written(found):
     """The first merge of a resumed run, where later steps are forgotten late."""
     assert [of_rank["resumed"] for of_rank in found] == [{"partner": [1, 2], "files": 2}] * 2

@@ -133,6 +133,13 @@ def _first_of_their_kind(
     }
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, boxes)
+    if odd := next(
+        (min(boxes.keys() ^ other.keys()) for other in every if {*other} != {*boxes}), ""
+    ):
+        raise TrainingError(
+            f"not every rank has {odd}: pipeline stages, of which each rank has layers of its own, "
+            "are not merged; shard every layer over all ranks with ZeRO or FSDP2"
+        )
     lower = every[: dist.get_rank()]
     counted = {
         name: tuple(all(box not in other[name] for other in lower) for box in own)
