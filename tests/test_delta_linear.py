@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from soupkit_kernels import bitpack, cpu, delta_linear, naive, path_name
+from soupkit_kernels import bitpack, cpu, delta_linear, naive
 
 SHAPES = [(1, 1), (7, 33), (33, 7), (8, 64), (123, 1000), (3, 130)]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -296,10 +296,6 @@ def test_mistakes_are_named() -> None:
     for change, message in wrong:
         with pytest.raises(ValueError, match=message):
             delta_linear(**{**good, **change})
-
-
-def test_the_path_has_a_name() -> None:
-    assert path_name() == "torch"
 
 
 @pytest.mark.parametrize("lead", [(0,), (3,), (70,), (2, 3)])

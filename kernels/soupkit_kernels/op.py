@@ -10,15 +10,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from soupkit_kernels import native
 from soupkit_kernels.bitpack import packed_width
 from soupkit_kernels.cpu import torch_delta_linear
+from soupkit_kernels.fused import fused_delta_linear, why_not
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def path_name() -> str:
-    """Name of the path that `delta_linear` takes, for logs and benchmarks."""
-    return "torch"
+def path_name(weight: Tensor, packed: Sequence[Tensor] = ()) -> str:
+    """The path that `delta_linear` takes for such a weight and variants, for logs and benchmarks.
+
+    Returns:
+        "native" and the instruction set, or "torch" and why: "native avx512_bf16",
+        "torch: SOUPKIT_KERNEL=torch".
+    """
+    library = native.load() if weight.is_cpu else f"tensors on {weight.device}"
+    reason = why_not(library, weight, packed)
+    if reason is None and not isinstance(library, str):
+        return f"native {native.ISAS[library.isa_for(weight.dtype)]}"
+    return f"torch: {reason}"
 
 
 def delta_linear(
@@ -50,7 +61,10 @@ def delta_linear(
             raise ValueError(
                 f"variant_index from {low} to {high}: must be in -1..{len(packed) - 1}"
             )
+    library = native.load() if x.is_cpu else f"tensors on {x.device}"
     with torch.no_grad():
+        if not isinstance(library, str) and why_not(library, weight, packed) is None:
+            return fused_delta_linear(library, x, weight, packed, scale, variant_index, bias)
         return torch_delta_linear(x, weight, packed, scale, variant_index, bias)
 
 

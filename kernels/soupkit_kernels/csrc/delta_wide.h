@@ -1,0 +1,166 @@
+/* Float32 arithmetic in vectors of LANES, for one instruction set; included once for each.
+
+   Written in the compiler's own vector types, so that a target attribute is nearly all that an
+   instruction set adds. Weights are widened as they are read; inputs are float32. HAS_HALF: there are
+   conversions of float16. HAS_MASKS: bits can be a mask register. */
+
+typedef float ISA(floats) __attribute__((vector_size(4 * LANES)));
+typedef uint32_t ISA(words) __attribute__((vector_size(4 * LANES)));
+typedef int32_t ISA(flags) __attribute__((vector_size(4 * LANES)));
+typedef uint16_t ISA(shorts) __attribute__((vector_size(2 * LANES)));
+
+#define STEP LANES
+#define X_BYTES 4
+#define VALUE ISA(floats)
+#define SUM ISA(floats)
+
+INLINE TARGET ISA(floats) ISA(inputs)(const char *x, int64_t k) {
+    ISA(floats) value;
+    memcpy(&value, x + 4 * k, sizeof value);
+    return value;
+}
+
+INLINE TARGET ISA(floats) ISA(weights)(const char *row, int64_t k, int kind) {
+    if (kind == F32) return ISA(inputs)(row, k);
+#ifdef HAS_HALF
+    if (kind == F16) return (ISA(floats))ISA(half_to_float)((const uint16_t *)row + k);
+#endif
+    ISA(shorts) value;
+    memcpy(&value, row + 2 * k, sizeof value);
+    return (ISA(floats))(__builtin_convertvector(value, ISA(words)) << 16);
+}
+
+/* +-size by the bits. */
+INLINE TARGET ISA(floats) ISA(signed_by)(const uint8_t *bits, int64_t k, float size) {
+    const ISA(floats) plus = (ISA(floats)){0} + size;
+#ifdef HAS_MASKS
+    uint16_t mask;
+    memcpy(&mask, bits + k / 8, 2);
+    return (ISA(floats))_mm512_mask_blend_ps(mask, (__m512)-plus, (__m512)plus);
+#else
+    const ISA(words) lane = {1, 2, 4, 8, 16, 32, 64, 128};
+    const ISA(words) is_minus = (ISA(words))((lane & (uint32_t)bits[k / 8]) == 0);
+    return (ISA(floats))((ISA(words))plus ^ (is_minus & 0x80000000u));
+#endif
+}
+
+INLINE TARGET ISA(floats) ISA(signs)(const uint8_t *bits, int64_t k) {
+    return ISA(signed_by)(bits, k, 1.0f);
+}
+
+INLINE TARGET ISA(floats) ISA(multiply_add)(ISA(floats) a, ISA(floats) b, ISA(floats) sum) {
+    return a * b + sum;
+}
+
+#include "delta_rows.h"
+
+/* Writes LANES values in the weight's dtype, rounded to nearest even. */
+INLINE TARGET void ISA(store)(char *out, int64_t k, int kind, ISA(floats) value) {
+    if (kind == F32) {
+        memcpy(out + 4 * k, &value, sizeof value);
+        return;
+    }
+#ifdef HAS_HALF
+    if (kind == F16) {
+        ISA(float_to_half)((uint16_t *)out + k, value);
+        return;
+    }
+#endif
+    const ISA(words) word = (ISA(words))value, even = (word >> 16) & 1;
+    const ISA(words) is_nan = (ISA(words))((word & 0x7fffffffu) > 0x7f800000u);
+    const ISA(words) rounded = ((word + 0x7fffu + even) & ~is_nan) | (is_nan & 0x7fc00000u);
+    const ISA(shorts) top = __builtin_convertvector(rounded >> 16, ISA(shorts));
+    memcpy(out + 2 * k, &top, sizeof top);
+}
+
+INLINE TARGET void ISA(effective_step)(
+    const char *weight, const uint8_t *const *bits, int64_t k, const float *scale, int64_t planes,
+    int kind, char *out, int64_t out_k
+) {
+    ISA(floats) delta = ISA(signed_by)(bits[0], k, scale[0]);
+    for (int64_t p = 1; p < planes; p++) delta += ISA(signed_by)(bits[p], k, scale[p]);
+    ISA(store)(out, out_k, kind, ISA(weights)(weight, k, kind) + delta);
+}
+
+INLINE TARGET void ISA(effective)(
+    const char *weight, const struct variant *variant, int64_t row, int64_t bits_stride,
+    int64_t width, int kind, int planes, char *out
+) {
+    const uint8_t *bits[MAX_PLANES];
+    float scale[MAX_PLANES];
+    for (int p = 0; p < planes; p++) {
+        bits[p] = variant->bits + p * variant->bits_plane + row * bits_stride;
+        scale[p] = variant->scale[p * variant->scale_plane + row * variant->scale_row];
+    }
+    int64_t k = 0;
+    for (; k + LANES <= width; k += LANES)
+        ISA(effective_step)(weight, bits, k, scale, planes, kind, out, k);
+    if (k < width) {
+        char w_rest[MAX_BYTES] = {0}, out_rest[MAX_BYTES];
+        uint8_t bits_rest[MAX_PLANES][4] = {{0}};
+        const int64_t left = width - k, bytes = kind == F32 ? 4 : 2;
+        memcpy(w_rest, weight + k * bytes, left * bytes);
+        for (int p = 0; p < planes; p++) {
+            memcpy(bits_rest[p], bits[p] + k / 8, (left + 7) / 8);
+            bits[p] = bits_rest[p];
+        }
+        ISA(effective_step)(w_rest, bits, 0, scale, planes, kind, out_rest, 0);
+        memcpy(out + k * bytes, out_rest, left * bytes);
+    }
+}
+
+#define EFFECTIVE(kind)                                                                     \
+    static TARGET void ISA(effective_##kind)(                                               \
+        const char *weight, const struct variant *variant, int64_t row, int64_t bits_stride, \
+        int64_t width, char *out                                                            \
+    ) {                                                                                     \
+        const int planes = (int)variant->planes;                                            \
+        if (planes == 1) ISA(effective)(weight, variant, row, bits_stride, width, kind, 1, out); \
+        else ISA(effective)(weight, variant, row, bits_stride, width, kind, planes, out);   \
+    }
+/* As many pairs as registers hold two sums of each. */
+#if LANES == 16
+#define NUM_ROWS {4, 4, 3}
+#define SIZES(kind, mode) ROWS(kind, mode, 0, 4) ROWS(kind, mode, 1, 4) ROWS(kind, mode, 2, 3)
+#else
+#define NUM_ROWS {4, 2, 1}
+#define SIZES(kind, mode) ROWS(kind, mode, 0, 4) ROWS(kind, mode, 1, 2) ROWS(kind, mode, 2, 1)
+#endif
+
+SIZES(F32, SHARED)
+SIZES(F32, EACH)
+SIZES(F32, SIGNS)
+SIZES(BF16, SHARED)
+SIZES(BF16, EACH)
+EFFECTIVE(F32)
+EFFECTIVE(BF16)
+#ifdef HAS_HALF
+SIZES(F16, SHARED)
+SIZES(F16, EACH)
+EFFECTIVE(F16)
+#endif
+static const struct isa ISA(isa) = {
+    .rows = {
+        [F32] = {TABLE(F32, SHARED), TABLE(F32, EACH), TABLE(F32, SIGNS)},
+        [BF16] = {TABLE(BF16, SHARED), TABLE(BF16, EACH), TABLE(F32, SIGNS)},
+#ifdef HAS_HALF
+        [F16] = {TABLE(F16, SHARED), TABLE(F16, EACH), TABLE(F32, SIGNS)},
+#endif
+    },
+    .num_rows = NUM_ROWS,
+    .effective = {
+        [F32] = ISA(effective_F32),
+        [BF16] = ISA(effective_BF16),
+#ifdef HAS_HALF
+        [F16] = ISA(effective_F16),
+#endif
+    },
+};
+
+#undef NUM_ROWS
+#undef SIZES
+#undef EFFECTIVE
+#undef SUM
+#undef VALUE
+#undef X_BYTES
+#undef STEP
