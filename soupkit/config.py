@@ -134,6 +134,9 @@ class SoupConfig:
         ema_every_n_steps: optimizer steps from one update of the average to the next.
         ema_place: where each rank's float32 shards of the average live: "device" (where the
             weights are), "host" (memory), "disk" (a mapped file in the soup folder).
+        load_at_end: where training sees no merges (feed_back False, ema): when it ends, the live
+            weights become the side soup or the average, if the run ends with it, so that saving the
+            model saves that.
         undo: where the weights before a merge wait for the gate's verdict: "disk", or "memory"
             (each rank's own shards, in host memory). While an ema is scored they are always in
             host memory.
@@ -161,6 +164,7 @@ class SoupConfig:
     ema_every_n_steps: int = 1
     ema_place: Place = "device"
     undo: Undo = "disk"
+    load_at_end: bool = False
 
     def __post_init__(self) -> None:
         """Check every field; fill in what depends on the method."""
@@ -177,6 +181,7 @@ class SoupConfig:
         check_count("gate_batches", self.gate_batches, least=1)
         check_choice("optimizer_state", self.optimizer_state, get_args(OptimizerState))
         check_choice("feed_back", self.feed_back, (True, False, None))
+        check_choice("load_at_end", self.load_at_end, (True, False))
         check_choice("greater_is_better", self.greater_is_better, (True, False))
         check_share("ema_decay", self.ema_decay, one_allowed=False)
         check_count("ema_every_n_steps", self.ema_every_n_steps, least=1)
@@ -185,6 +190,11 @@ class SoupConfig:
         self._refuse_what_the_method_ignores()
         if self.feed_back is None:
             object.__setattr__(self, "feed_back", self.method != "ema")
+        if self.load_at_end and self.feed_back:
+            raise ValueError(
+                "load_at_end=True with feed_back=True: the live weights are what the run ends with "
+                "already; leave load_at_end out"
+            )
         if not isinstance(self.metric_for_best, str) or not self.metric_for_best:
             raise ValueError(
                 f"metric_for_best={self.metric_for_best!r}: needs a metric's name, as 'eval_loss'"

@@ -25,7 +25,7 @@ from soupkit.training.ema import decay_of_update
 from soupkit.training.params import ParamStore
 from soupkit.training.ranks import Ranks
 from soupkit.training.served import on_zero_reading
-from soupkit.training.state import Snapshot, write_tensors
+from soupkit.training.snapshot import Snapshot, write_tensors
 
 STEPS = 6
 STORED_AFTER = 3

@@ -27,9 +27,10 @@ from soupkit.family import open_family
 from soupkit.tensorfile import TensorFileWriter
 from soupkit.tracking import ScalarWriter
 from soupkit.training import MergeReport, Soup
-from soupkit.training import state as state_module
+from soupkit.training import snapshot as snapshot_module
 from soupkit.training.guards import held_interrupts
-from soupkit.training.state import Snapshot, SoupFolder
+from soupkit.training.snapshot import Snapshot
+from soupkit.training.state import SoupFolder
 from soupkit.verify import verify_family
 
 UNGATED = {"gate": "none", "rank": 2}
@@ -342,7 +343,7 @@ def test_a_full_disk_at_any_point_leaves_the_weights_that_belong_to_the_state(
     config = SoupConfig(merge_every_n_steps=1, rank=2, feed_back=feed_back)
     points = [
         (TensorFileWriter, "check_complete"),
-        (state_module, "fsync_path"),
+        (snapshot_module, "fsync_path"),
         (SoupFolder, "write_report"),
         (SoupFolder, "write_state"),
         (SoupFolder, "clean"),
@@ -606,3 +607,64 @@ def test_a_merge_does_not_depend_on_the_number_of_threads(tmp_path):
     finally:
         torch.set_num_threads(threads)
     assert_equal_weights(*ends)
+
+
+def test_a_finished_soup_counts_no_further(tmp_path):
+    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=5, **UNGATED))
+    loop.steps(1)
+    loop.soup.finish()
+    with pytest.raises(TrainingError, match="finish"):
+        loop.soup.step()
+
+
+@pytest.mark.parametrize("method", ["mean", "ema"])
+def test_load_at_end_makes_the_live_weights_what_the_run_ends_with(tmp_path, method):
+    config = SoupConfig(
+        merge_every_n_steps=2, method=method, feed_back=False, gate="none", load_at_end=True
+    )
+    loop = Loop(tmp_path, config)
+    loop.steps(5)
+    live = weights_of(loop.model)
+    run = loop.soup._run
+    expected = run.final().instead
+    values = {name: expected.tensor(name).clone() for name in expected.names}
+    loop.soup.finish()
+    after = weights_of(loop.model)
+    assert all(torch.equal(after[name], value) for name, value in values.items())
+    assert any(not torch.equal(after[name], value) for name, value in live.items())
+
+
+def test_a_side_soup_that_was_never_merged_is_no_end(tmp_path):
+    config = SoupConfig(merge_every_n_steps=3, feed_back=False, gate="none", rank=2)
+    loop = Loop(tmp_path, config)
+    loop.steps(4)
+    assert loop.soup._run.final().instead is None
+    loop.steps(2)
+    assert loop.soup._run.final().instead is not None
+
+
+def test_a_resume_with_other_parameters_is_told_so(tmp_path):
+    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=2, **UNGATED))
+    loop.steps(4)
+    loop.soup.save(tmp_path / "checkpoint")
+    fewer = SoupConfig(merge_every_n_steps=2, include=("mlp",), **UNGATED)
+    again = Soup(loop.model, config=fewer, output_dir=loop.folder, base=loop.base)
+    with pytest.raises(TrainingError, match=r"other parameters.*include="):
+        again.load(tmp_path / "checkpoint")
+
+
+def test_other_weights_between_merge_points_are_refused(tmp_path):
+    """TB43: a fresh adapter, or another run's checkpoint, would train on unseen."""
+    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=2, **UNGATED))
+    loop.steps(5)
+    loop.soup.save(tmp_path / "checkpoint")
+    right = loop.model.model.norm.weight.detach().clone()
+    with torch.no_grad():
+        loop.model.model.norm.weight[0] += 1
+    again = Soup(loop.model, config=loop.soup.config, output_dir=loop.folder, base=loop.base)
+    with pytest.raises(TrainingError, match=r"weights-00000005\.json"):
+        again.load(tmp_path / "checkpoint")
+    with torch.no_grad():
+        loop.model.model.norm.weight.copy_(right)
+    again = Soup(loop.model, config=loop.soup.config, output_dir=loop.folder, base=loop.base)
+    again.load(tmp_path / "checkpoint")

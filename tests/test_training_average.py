@@ -25,7 +25,7 @@ from soupkit.training.average import Average
 from soupkit.training.params import ParamStore
 from soupkit.training.parts import Part, flat_part
 from soupkit.training.ranks import Ranks
-from soupkit.training.state import Snapshot, write_tensors
+from soupkit.training.snapshot import Snapshot, write_tensors
 
 ONE = Ranks(0, 1)
 PLACES = ("device", "host", "disk")

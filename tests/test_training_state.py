@@ -20,14 +20,8 @@ from soupkit.training import Soup
 from soupkit.training.merging import cost_of, rounds
 from soupkit.training.params import ParamStore
 from soupkit.training.ranks import Ranks
-from soupkit.training.state import (
-    BaseRecord,
-    Partner,
-    Snapshot,
-    SoupFolder,
-    SoupState,
-    write_tensors,
-)
+from soupkit.training.snapshot import Snapshot, write_tensors
+from soupkit.training.state import BaseRecord, Partner, SoupFolder, SoupState
 from soupkit.training.weights import ModelTensors, unwrap
 
 UNGATED = SoupConfig(merge_every_n_steps=1, rank=2, gate="none")

@@ -501,3 +501,18 @@ def test_the_trainer_is_found_or_attached(base, tmp_path):
     assert callback.attach(trainer) is callback
     trainer.train()
     assert len(callback.reports) == 1
+
+
+@pytest.mark.parametrize(("every", "says"), [(8, True), (5, True), (4, False)])
+def test_a_run_too_short_to_merge_is_told_so_at_once(base, tmp_path, capfd, every, says):
+    make_trainer(base, tmp_path, [SoupCallback(SoupConfig(merge_every_n_steps=every))]).train()
+    assert ("nothing will be merged" in capfd.readouterr().err) is says
+
+
+def test_a_metric_that_no_evaluation_gives_is_named_once(base, tmp_path, capfd):
+    config = SoupConfig(merge_every_n_steps=2, gate="none", metric_for_best="eval_acuracy")
+    settings = {"eval_strategy": "steps", "eval_steps": 1}
+    make_trainer(base, tmp_path, [SoupCallback(config)], **settings).train()
+    said = capfd.readouterr().err
+    assert said.count("eval_acuracy") == 1
+    assert "eval_loss" in said

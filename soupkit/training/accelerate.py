@@ -27,7 +27,7 @@ from soupkit.errors import TrainingError
 from soupkit.export import ExportReport
 from soupkit.files import atomic_write_json, read_json
 from soupkit.training.ema_run import EmaRun
-from soupkit.training.finish import export_run
+from soupkit.training.finish import finish_run
 from soupkit.training.moments import has_stepped
 from soupkit.training.report import MergeReport
 from soupkit.training.soup import SoupRun
@@ -92,6 +92,7 @@ class Soup:
         self._run: SoupRun | EmaRun | None = None
         self._unmarked: str | None = None
         self._rewound_to: int | None = None
+        self._is_finished = False
         # DeepSpeed's optimizers take an empty step when they are built.
         has_begun = self._engine_steps > 0 if self._engine else has_stepped(optimizer)
         self._has_begun = base is None and has_begun
@@ -198,7 +199,7 @@ class Soup:
         self.resume(_read_mark(Path(folder)))
 
     def finish(self, export: ExportConfig | None = None) -> ExportReport | None:
-        """End the run, and export the weights it ends with if asked to.
+        """End the run, and export the weights it ends with if asked to. The last call.
 
         Returns:
             The report of the export, or None.
@@ -207,17 +208,18 @@ class Soup:
         loaded_at_end = self._run if self._rewound_to is not None else None
         run = loaded_at_end or self._begun()
         try:
-            if export is None:
-                return None
-            return export_run(
+            return finish_run(
                 run, export, step=self.num_steps, save_companions=self._save_companions
             )
         finally:
             run.close()
+            self._is_finished = True
             for hook in self._hooks:
                 hook.remove()
 
     def _begun(self) -> SoupRun | EmaRun:
+        if self._is_finished:
+            raise TrainingError("soup.finish() was called: build another Soup to go on")
         if self._unmarked is not None:
             raise TrainingError(
                 f"the checkpoint {self._unmarked} was made without soupkit, so its step is not "

@@ -23,7 +23,8 @@ from soupkit.files import atomic_write_json, fsync_path, fsync_tree, read_json
 from soupkit.tracking import say
 from soupkit.training.checkpoint_tensors import checkpoint_model
 from soupkit.training.params import ParamStore
-from soupkit.training.state import BaseRecord, SoupFolder, write_tensors
+from soupkit.training.snapshot import write_tensors
+from soupkit.training.state import BaseRecord, SoupFolder
 from soupkit.training.weights import ModelTensors
 
 # Of a run that has no dense base and needs none: LoRA factors are merged without.

@@ -17,8 +17,8 @@ from dataclasses import replace
 from soupkit.checkpoint import Checkpoint
 from soupkit.config import SoupConfig
 from soupkit.training.average import Average
-from soupkit.training.checkpoint_tensors import checkpoint_tensors
 from soupkit.training.ema import decay_of_update
+from soupkit.training.final import Final
 from soupkit.training.guards import preserved_rng
 from soupkit.training.journal import Journal
 from soupkit.training.judge import Judge
@@ -26,7 +26,6 @@ from soupkit.training.params import ParamStore
 from soupkit.training.ranks import Ranks
 from soupkit.training.report import MergeReport
 from soupkit.training.scoring import Scorer
-from soupkit.training.served import ShardedSource
 from soupkit.training.state import AverageRecord, SoupState
 from soupkit.training.telling import Teller
 
@@ -101,23 +100,26 @@ class EmaRun:
         self._update(step)
         self.before_checkpoint(step)
 
-    def final_weights(self) -> ShardedSource:
-        """What is exported: the average, or the live weights if they score better. Collective."""
-        model, average = self.store.model, self.average
+    def final(self) -> Final:
+        """What the run ends with: the average, or with a gate the live weights if they score
+        better. Collective.
+        """
+        average = self.average
         if not average.num_updates:
-            self._teller.say("the average has seen no step; the live weights are exported")
-            return checkpoint_tensors(model)
+            self._teller.say("the average has seen no step: the run ends with the live weights")
+            return Final()
+        name = f"moving average of {average.num_updates} updates, decay {self.config.ema_decay:g}"
         if self._scorer.is_gate:
             with preserved_rng(self.store.devices):
                 current, merged = self._scores()
             is_better = self._judge.accepts(current, merged)
             self._teller.say(
                 f"{self._teller.metric_name} of the live weights {current:.6g}, of the average "
-                f"{merged:.6g}: the {'average is' if is_better else 'live weights are'} exported"
+                f"{merged:.6g}: the run ends with the {'average' if is_better else 'live weights'}"
             )
             if not is_better:
-                return checkpoint_tensors(model)
-        return checkpoint_tensors(model, instead=average.rounded())
+                return Final()
+        return Final(average.rounded(), name)
 
     def close(self) -> None:
         """Close the figures."""

@@ -20,8 +20,9 @@ from soupkit.export import ExportReport, export_variant
 from soupkit.family import open_family
 from soupkit.tracking import say
 from soupkit.training.base import check_fingerprint, open_base, save_configs
-from soupkit.training.checkpoint_tensors import checkpoint_model
+from soupkit.training.checkpoint_tensors import checkpoint_model, checkpoint_tensors
 from soupkit.training.ema_run import EmaRun
+from soupkit.training.final import Final
 from soupkit.training.served import on_zero_reading
 from soupkit.training.soup import SoupRun
 
@@ -59,27 +60,46 @@ def check_export(export: ExportConfig, base: Checkpoint | None, tensors: TensorS
         )
 
 
-def export_run(
+def finish_run(
     run: SoupRun | EmaRun,
-    export: ExportConfig,
+    export: ExportConfig | None,
     *,
     step: int,
     save_companions: Callable[[Path], None],
-) -> ExportReport:
-    """Write the weights that the run ends with as a variant. Collective; rank 0 writes.
+) -> ExportReport | None:
+    """Export the weights that the run ends with, if asked to, and make them the live ones, if the
+    config says so. Collective; rank 0 writes.
 
     Args:
         step: the last optimizer step.
         save_companions: writes tokenizer files into a folder.
 
     Returns:
-        The report, on every rank.
+        The report of the export, on every rank.
     """
+    if export is None and not run.config.load_at_end:
+        return None
+    final, report = run.final(), None
+    if export is not None:
+        report = _export(run, final, export, step=step, save_companions=save_companions)
+    if run.config.load_at_end and final.instead is not None:
+        for name in run.store.names:
+            run.store.write(name, final.instead.tensor(name))
+    return report
 
-    def write(final: TensorSource) -> ExportReport:
+
+def _export(
+    run: SoupRun | EmaRun,
+    final: Final,
+    export: ExportConfig,
+    *,
+    step: int,
+    save_companions: Callable[[Path], None],
+) -> ExportReport:
+    def write(tensors: TensorSource) -> ExportReport:
         # Opened anew: the run's own is mapped, and may be of files that are no longer there.
         base = open_base(run.state.base, run.journal.folder)
-        check_export(export, base, final)
+        check_export(export, base, tensors)
         assert base is not None
         check_fingerprint(base, run.state.base)
         with tempfile.TemporaryDirectory(prefix="soupkit-") as companions:
@@ -87,19 +107,20 @@ def export_run(
             save_companions(Path(companions))
             report = export_variant(
                 base,
-                final,
+                tensors,
                 family=export.family,
                 name=export.name,
                 scale=export.scale,
                 planes=export.planes,
                 companions=Path(companions),
                 history=run.state.history,
-                metrics={"step": step, **_score_of(run)},
+                metrics={"step": step, "weights": final.name, **_score_of(run)},
             )
         say(f"exported to {export.family}: {report.line()}")
         return report
 
-    return on_zero_reading(run.ranks, run.final_weights(), write)
+    source = checkpoint_tensors(run.store.model, instead=final.instead)
+    return on_zero_reading(run.ranks, source, write)
 
 
 def _score_of(run: SoupRun | EmaRun) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from soupkit.training.params import ParamStore
 from soupkit.training.ranks import Ranks
 from soupkit.training.report import MergeReport
 from soupkit.training.served import ShardedSource, on_zero_reading
-from soupkit.training.state import Partner, Snapshot, SoupFolder, SoupState, write_tensors
+from soupkit.training.snapshot import Snapshot, write_tensors
+from soupkit.training.state import Partner, SoupFolder, SoupState
 from soupkit.training.stored_cuts import StoredCuts, write_cuts
 from soupkit.training.undo import InMemory, OnDisk
 
@@ -94,7 +95,12 @@ class Journal:
             TrainingError: ranks hold different weights.
         """
         weights = agreed_checksum(self._store, self._ranks)
-        state = replace(state, weights=weights, dtypes=self._store.dtypes)
+        state = replace(
+            state,
+            weights=weights,
+            dtypes=self._store.dtypes,
+            parameters=self._store.names_digest,
+        )
 
         def write() -> None:
             self._forget_later_steps()
@@ -132,6 +138,16 @@ class Journal:
         def write() -> None:
             self._forget_later_steps()
             self.folder.write_report(report.step, report.to_json())
+
+        self._ranks.on_zero(write)
+
+    def mark(self, step: int) -> None:
+        """Note the checksum of the live weights as that of the checkpoint of `step`."""
+        weights, dtypes = agreed_checksum(self._store, self._ranks), self._store.dtypes
+
+        def write() -> None:
+            self._forget_later_steps()
+            self.folder.write_mark(step, weights, dtypes)
 
         self._ranks.on_zero(write)
 

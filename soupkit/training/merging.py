@@ -158,17 +158,22 @@ def merge_into(
         unit.name: sum(cost_of(name, store.shape(name)) for name in unit.names)
         for unit in store.units
     }
+    entries = {
+        unit.name: sum(math.prod(store.shape(name)) for name in unit.names) for unit in store.units
+    }
     in_work: deque[tuple[list[Unit], Future[list[Tensor]]]] = deque()
     # The threads end before the precision, which is the process's, is put back.
     with full_precision(torch.empty(0, device=store.device)), Workers(store.device) as workers:
         # Reading and handing out are collective: in one order, however many threads a rank has.
-        ahead = min(ranks.gather(workers.ahead))
+        threads = min(ranks.gather(workers.count))
+        # What is in work or waits is at most one largest matrix a thread.
+        room = threads * max(entries.values()) if threads > 1 else 0
         for names in rounds(costs, ranks.world_size):
             dealt = [units[name] for name in names]
             mine = dealt[ranks.rank] if ranks.rank < len(dealt) else None
             current = _own_values(store, dealt, mine)
             in_work.append((dealt, workers.submit(partial(share, mine, current))))
-            if len(in_work) > ahead:
+            while sum(entries[dealt[0].name] for dealt, _ in in_work) > room:
                 _finish(store, ranks, *in_work.popleft())
         while in_work:
             _finish(store, ranks, *in_work.popleft())

@@ -70,16 +70,18 @@ class ParamStore:
             for name, weight in (every.every if self.is_lora else every.weights).items()
             if weight.is_trainable and weight.dtype.is_floating_point
         }
-        units = _lora_units(model, trained) if self.is_lora else map(_whole_unit, trained)
+        units = list(_lora_units(model, trained) if self.is_lora else map(_whole_unit, trained))
+        names = [unit.name for unit in units]
         chosen = [unit for unit in units if selected(unit.name, include, exclude)]
         self.units: tuple[Unit, ...] = tuple(sorted(chosen, key=lambda unit: unit.name))
         self.names: tuple[str, ...] = tuple(sorted(name for one in chosen for name in one.names))
         self.weights: dict[str, Weight] = {name: trained[name] for name in self.names}
         self.has_all_trainable = len(self.weights) == len(trained)
         if not self.names:
+            known = f"; one that is trainable is called {sorted(names)[0]}" if names else ""
             raise TrainingError(
                 "no parameter takes part: none is trainable and chosen by "
-                f"include={tuple(include)}, exclude={tuple(exclude)}"
+                f"include={tuple(include)}, exclude={tuple(exclude)}{known}"
             )
         if not self.is_whole:
             self._check_coverage()
@@ -115,6 +117,19 @@ class ParamStore:
         if not copies:
             return self.dtypes
         return f"{' + '.join(sorted(copies))} with {self.dtypes} master"
+
+    @property
+    def count(self) -> str:
+        """How many take part, in words: tensors, or LoRA adapters and other tensors."""
+        adapters = sum(unit.lora is not None for unit in self.units)
+        others = len(self.units) - adapters
+        parts = [f"LoRA adapters: {adapters}"] * bool(adapters)
+        return ", ".join(parts + [f"tensors: {others}"] * bool(others))
+
+    @property
+    def names_digest(self) -> str:
+        """Hex digest of the names."""
+        return hashlib.sha256("\n".join(self.names).encode()).hexdigest()
 
     @property
     def nbytes(self) -> int:

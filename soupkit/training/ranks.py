@@ -64,7 +64,9 @@ class Ranks:
     def mean(self, value: float) -> float:
         """The mean of a number over ranks, the same bits on each."""
         values = self.gather(value)
-        return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
+        # fsum refuses infinities of both signs.
+        total = math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+        return total / len(values)
 
     def tell(self, value: str | None) -> None:
         """From rank 0, to every other rank, which must be in `told`."""

@@ -25,7 +25,7 @@ from soupkit.errors import MergeError, TrainingError
 from soupkit.merge import MatrixReport, MergeRule
 from soupkit.numeric import full_precision
 from soupkit.training.base import check_untouched, file_stamp
-from soupkit.training.checkpoint_tensors import checkpoint_tensors
+from soupkit.training.final import Final
 from soupkit.training.guards import held_interrupts, preserved_rng
 from soupkit.training.journal import Journal
 from soupkit.training.judge import Judge
@@ -35,7 +35,6 @@ from soupkit.training.params import ParamStore
 from soupkit.training.ranks import Ranks
 from soupkit.training.report import MergeReport
 from soupkit.training.scoring import Scorer
-from soupkit.training.served import ShardedSource
 from soupkit.training.state import Partner, SoupState
 from soupkit.training.stored_cuts import Found
 from soupkit.training.telling import Teller
@@ -90,6 +89,7 @@ class SoupRun:
         self._teller = teller
         self._optimizer = optimizer
         self._base_stamp = None if base is None else file_stamp(base)
+        self._marked: int | None = None
         self._judge = Judge(
             feed_back=bool(config.feed_back),
             is_gated=scorer.is_gate,
@@ -147,34 +147,39 @@ class SoupRun:
             self._commit(state)
 
     def before_checkpoint(self, step: int) -> None:
-        """The state of the last merge point is all that a checkpoint needs."""
+        """Note which weights the checkpoint of `step` holds, once. Collective.
+
+        The state of the last merge point is all that a merge needs of it.
+        """
+        if self.state.step != step and self._marked != step:
+            self.journal.mark(step)
+            self._marked = step
 
     def at_preemption(self, step: int) -> None:
         """A merge that is due is done by the run that resumes."""
 
-    def final_weights(self) -> ShardedSource:
+    def final(self) -> Final:
         """What the run ends with: its live weights, or its side soup if training sees no merges;
         with a gate the side soup only if it scores at least as well. Collective.
         """
-        partner, model = self.state.partner, self.store.model
+        partner = self.state.partner
         if self.config.feed_back or partner is None:
-            return checkpoint_tensors(model)
-        soup = f"the side soup of step {partner.step}"
+            return Final()
+        soup = f"side soup of step {partner.step}"
         if self._scorer.is_gate and partner.score is not None:
             # Training went on after the last merge point, or the best checkpoint was loaded.
             with preserved_rng(self.store.devices):
                 current = self._scorer.score()
             is_better = self._judge.accepts(current, partner.score)
             self._teller.say(
-                f"{self._teller.metric_name} of the live weights {current:.6g}, of {soup} "
-                f"{partner.score:.6g}: the {'side soup is' if is_better else 'live weights are'} "
-                "exported"
+                f"{self._teller.metric_name} of the live weights {current:.6g}, of the {soup} "
+                f"{partner.score:.6g}"
             )
-            if not is_better:
-                return checkpoint_tensors(model)
         else:
-            self._teller.say(f"{soup} is exported")
-        return checkpoint_tensors(model, instead=self.journal.captured(partner.step))
+            # A capture that was never merged is just an old step.
+            is_better = any(entry["accepted"] for entry in self.state.history)
+        self._teller.say(f"the run ends with the {soup if is_better else 'live weights'}")
+        return Final(self.journal.captured(partner.step), soup) if is_better else Final()
 
     def close(self) -> None:
         """Close the figures."""

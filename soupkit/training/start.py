@@ -7,8 +7,6 @@ loads a checkpoint after all objects are built), so `Preparation` looks at the m
 
 from __future__ import annotations
 
-import math
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +17,6 @@ from torch import nn
 from soupkit.checkpoint import Checkpoint, open_checkpoint
 from soupkit.config import SoupConfig
 from soupkit.errors import TrainingError
-from soupkit.files import PENDING_PREFIX
 from soupkit.tracking import ScalarWriter, say
 from soupkit.training.average import Average
 from soupkit.training.base import (
@@ -31,7 +28,7 @@ from soupkit.training.base import (
     promote_pending,
 )
 from soupkit.training.checkpoint_tensors import checkpoint_tensors
-from soupkit.training.claim import claim
+from soupkit.training.checks import check_folder, check_partner, check_resumed
 from soupkit.training.ema_run import EmaRun
 from soupkit.training.journal import Journal, agreed_checksum
 from soupkit.training.moments import check_reset
@@ -39,9 +36,9 @@ from soupkit.training.params import ParamStore
 from soupkit.training.ranks import Ranks
 from soupkit.training.scoring import Scorer
 from soupkit.training.served import on_zero_reading
+from soupkit.training.snapshot import Snapshot
 from soupkit.training.soup import SoupRun
-from soupkit.training.state import BaseRecord, Snapshot, SoupFolder, SoupState
-from soupkit.training.stored_cuts import StoredCuts
+from soupkit.training.state import BaseRecord, SoupFolder, SoupState
 from soupkit.training.telling import Teller
 
 
@@ -76,7 +73,7 @@ class Preparation:
         self._record: BaseRecord | None = None
         self._is_adopted = False
         agreed_checksum(self.store, self.ranks)
-        self._check_folder()
+        check_folder(self.folder, config, self.store, self.ranks)
         self._say(self.describe())
 
     def describe(self) -> str:
@@ -86,7 +83,7 @@ class Preparation:
         kept = f", rank {config.rank}" if config.rank is not None else kept
         return (
             f"{self.store.strategy}, ranks: {self.ranks.world_size}, "
-            f"tensors: {len(self.store.names)}, {self.store.description}; "
+            f"{self.store.count}, {self.store.description}; "
             f"{config.method}{kept} every {config.merge_every_n_steps} "
             f"steps, gate {config.gate}"
         )
@@ -222,7 +219,13 @@ class Preparation:
 
         self.ranks.on_zero(check_all)
         checksum = self.store.checksum()
-        state = SoupState(step=0, base=record, weights=checksum, dtypes=self.store.dtypes)
+        state = SoupState(
+            step=0,
+            base=record,
+            weights=checksum,
+            dtypes=self.store.dtypes,
+            parameters=self.store.names_digest,
+        )
 
         def write() -> None:
             gone = self.folder.forget_after(-1)
@@ -245,20 +248,9 @@ class Preparation:
             state = self._adopted(step)
         elif self.given_base is not None:
             state = self._with_given_base(state)
-        known = state.step == step and state.dtypes == self.store.dtypes
-        # All ranks enter the checksum, and all find the same.
-        if check_weights and known and state.weights != self.store.checksum():
-            raise TrainingError(
-                f"the weights resumed at step {step} are not those of "
-                f"{self.folder.state_path(step)}; resume from the checkpoint of this run, or "
-                "another one of it, or delete that file to resume from the state before"
-            )
-        if state.partner is not None:
-            self._check_partner(state.partner.step)
-            cuts = state.partner.cuts
-            if cuts is not None:
-                # Opened for their faults: a merge would find them after steps in vain.
-                self.ranks.on_each(lambda: StoredCuts(self.folder.all_cuts_paths(cuts)))
+        if check_weights:
+            check_resumed(state, step, folder=self.folder, store=self.store, ranks=self.ranks)
+        check_partner(state, folder=self.folder, store=self.store, ranks=self.ranks)
         # The weights that waited to become the base are not those of step 0.
         self.ranks.on_zero(self.folder.remove_leftovers)
         return state
@@ -276,7 +268,11 @@ class Preparation:
             f"resumed at step {step} without a state of soupkit: the next merge point captures"
         )
         return SoupState(
-            step=step, base=record, weights=self.store.checksum(), dtypes=self.store.dtypes
+            step=step,
+            base=record,
+            weights=self.store.checksum(),
+            dtypes=self.store.dtypes,
+            parameters=self.store.names_digest,
         )
 
     def _with_given_base(self, state: SoupState) -> SoupState:
@@ -288,47 +284,6 @@ class Preparation:
                 "new run"
             )
         return replace(state, base=record)
-
-    def _check_partner(self, step: int) -> None:
-        partner = Snapshot(self.folder.partner_path(step))
-        for name in self.store.names:
-            if name not in partner.names or partner.shape(name) != self.store.shape(name):
-                raise TrainingError(
-                    f"{partner.path} was captured without {name}, or in another shape: resume "
-                    "with the include= and exclude= that the run began with, or start a new run"
-                )
-
-    def _check_folder(self) -> None:
-        probe = self.folder.root / f"{PENDING_PREFIX}probe"
-
-        def write() -> None:
-            self.folder.root.mkdir(parents=True, exist_ok=True)
-            claim(self.folder.root)
-            self.folder.remove_leftovers()
-            probe.touch()
-            self._check_space()
-
-        self.ranks.on_zero(write)
-        seen = self.ranks.gather(probe.exists())
-        self.ranks.on_zero(lambda: probe.unlink(missing_ok=True))
-        if not all(seen):
-            raise TrainingError(
-                f"rank {seen.index(False)} does not see {self.folder.root} as rank 0 wrote it: "
-                "put output_dir on a file system that all ranks share"
-            )
-
-    def _check_space(self) -> None:
-        """Raise TrainingError if a merge point could not write the undo file and a capture."""
-        needed, free = 2 * self.store.nbytes, shutil.disk_usage(self.folder.root).free
-        if self.config.method == "ema":
-            needed = sum(4 * math.prod(self.store.shape(name)) for name in self.store.names)
-            needed *= 2 if self.config.ema_place == "disk" else 1
-        if free < needed:
-            raise TrainingError(
-                f"{self.folder.root} has {free / 1e9:.3g} GB free, a merge needs "
-                f"{needed / 1e9:.3g} GB beside the checkpoints: make room, or choose another "
-                "output_dir"
-            )
 
     def _say(self, text: str) -> None:
         if self.ranks.is_zero:

@@ -8,6 +8,7 @@ step.
     soup/cuts-00000020-00000-of-00002.safetensors
                                           truncated deltas of the partner, by rank 0 of 2
     soup/average-00000020.safetensors     the moving average at step 20 (method "ema")
+    soup/weights-00000015.json            checksum of the weights in the checkpoint of step 15
     soup/undo/weights.safetensors         the weights before the merge in work; of use to the living
                                           process only
     soup/base/                            the step-0 weights as a model folder, where no other
@@ -31,18 +32,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from soupkit.delta import TensorSource
 from soupkit.errors import TrainingError
 from soupkit.files import PENDING_PREFIX, atomic_write_json, fsync_path, read_json
-from soupkit.tensorfile import MappedFile, TensorFileWriter, TensorSpec
 
 SCHEMA = 1
 _STATE = re.compile(r"state-(\d+)\.json")
 _NUMBERED = re.compile(
-    r"(?:state|partner|average|report|cuts)-(\d+)(?:-\d+-of-\d+)?\.(?:json|safetensors)"
+    r"(?:state|partner|average|report|weights|cuts)-(\d+)(?:-\d+-of-\d+)?\.(?:json|safetensors)"
 )
 
 
@@ -94,6 +90,7 @@ class SoupState:
         refused_in_a_row: merges refused since the last accepted one.
         history: the sums of every merge so far.
         average: of method "ema", where it has begun.
+        parameters: digest of the names of those that take part; "" in states of older versions.
     """
 
     step: int
@@ -105,6 +102,7 @@ class SoupState:
     refused_in_a_row: int = 0
     history: tuple[dict[str, Any], ...] = ()
     average: AverageRecord | None = None
+    parameters: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -123,54 +121,6 @@ class SoupState:
             history=tuple(fields["history"]),
             average=None if average is None else AverageRecord(**average),
         )
-
-
-class Snapshot:
-    """Captured weights on disk; a TensorSource whose tensors are mapped from the file."""
-
-    def __init__(self, path: Path) -> None:
-        """Open `path` and check its header. Raises TrainingError if it is missing or damaged."""
-        try:
-            self._file = MappedFile(path)
-        except (OSError, ValueError) as error:
-            raise TrainingError(f"{path}: {error}; resume from an older checkpoint") from error
-        self.path = path
-        self.names: tuple[str, ...] = tuple(sorted(self._file.slots))
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one tensor."""
-        return self._file.slots[name].spec.shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Dtype of one tensor."""
-        return self._file.slots[name].spec.dtype
-
-    def tensor(self, name: str) -> Tensor:
-        """The tensor on the CPU in its own dtype: do not write to it."""
-        return self._file.tensor(name)
-
-
-def write_tensors(path: Path, source: TensorSource, *, durable: bool) -> None:
-    """Replace the file `path` by all tensors of `source` at once, held one by one; OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pending = path.with_name(PENDING_PREFIX + path.name)
-    pending.unlink(missing_ok=True)
-    specs = {name: TensorSpec(source.dtype(name), source.shape(name)) for name in source.names}
-    writer = TensorFileWriter(pending, specs, metadata={"format": "pt"})
-    try:
-        for name in source.names:
-            writer.write(name, source.tensor(name))
-        writer.check_complete()
-    except BaseException:
-        pending.unlink(missing_ok=True)
-        raise
-    finally:
-        writer.close()
-    if durable:
-        fsync_path(pending)
-    os.replace(pending, path)
-    if durable:
-        fsync_path(path.parent)
 
 
 class SoupFolder:
@@ -215,6 +165,28 @@ class SoupFolder:
         if gone := sorted({*expected} - {*found}):
             raise TrainingError(f"{gone[0]} is gone; resume from an older checkpoint")
         return expected
+
+    def mark_path(self, step: int) -> Path:
+        """The checksum of the weights in the checkpoint of `step`, where no state has it."""
+        return self.root / f"weights-{step:08d}.json"
+
+    def write_mark(self, step: int, weights: str, dtypes: str) -> None:
+        """Note the checksum of the weights at `step` and their dtypes."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        atomic_write_json(self.mark_path(step), {"weights": weights, "dtypes": dtypes})
+
+    def read_mark(self, step: int) -> tuple[str, str] | None:
+        """(checksum, dtypes) noted at `step`, or None. Raises TrainingError if it is damaged."""
+        path = self.mark_path(step)
+        try:
+            value = read_json(path)
+            return str(value["weights"]), str(value["dtypes"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise TrainingError(
+                f"{path}: {error}; delete it to resume without comparing the weights"
+            ) from error
 
     def average_path(self, step: int) -> Path:
         """The moving average as it was at `step`."""
@@ -287,6 +259,11 @@ class SoupFolder:
 
     def clean(self, checkpoint_steps: Iterable[int]) -> None:
         """Delete states and captures that none of these checkpoints needs; the newest stays."""
+        checkpoint_steps = set(checkpoint_steps)
+        marks = sorted(self.root.glob("weights-*.json"))
+        for path in marks[:-1]:
+            if path not in map(self.mark_path, checkpoint_steps):
+                path.unlink(missing_ok=True)
         steps = self.steps()
         if not steps:
             return

@@ -19,7 +19,7 @@ from torch import Tensor
 from soupkit.cuts import Cuts, cuts_of_sum
 from soupkit.merge import MergeRule
 from soupkit.svd import TruncatedSVD
-from soupkit.training.state import Snapshot, write_tensors
+from soupkit.training.snapshot import Snapshot, write_tensors
 
 _FIELDS = ("left", "right", "singular_values", "total_energy")
 

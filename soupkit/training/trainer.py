@@ -24,12 +24,13 @@ from soupkit.errors import TrainingError
 from soupkit.tracking import say
 from soupkit.training.checkpoint_tensors import checkpoint_tensors
 from soupkit.training.ema_run import EmaRun
-from soupkit.training.finish import check_export, export_run
+from soupkit.training.finish import check_export, finish_run
 from soupkit.training.gate import EvaluationLoss
 from soupkit.training.report import MergeReport
 from soupkit.training.soup import SoupRun
 from soupkit.training.start import Preparation
 
+_EVALUATIONS_BEFORE_ADVICE = 5
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
@@ -81,6 +82,8 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
         self._run: SoupRun | EmaRun | None = None
         self._companions: Callable[[Path], None] = _no_companions
         self._is_preempted = False
+        self._evaluations = 0
+        self._has_seen_metric = False
 
     def attach(self, trainer: Trainer) -> SoupCallback:
         """Name the Trainer, where it cannot be found by itself. Returns the callback."""
@@ -98,6 +101,7 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
         _refuse_trainer(trainer, self.config)
         self.reports = []
         self._is_preempted = False
+        self._evaluations, self._has_seen_metric = 0, False
         self._companions = _companions_of(kwargs.get("processing_class"))
         step, output_dir = int(state.global_step), Path(args.output_dir)
         preparation = Preparation(
@@ -118,6 +122,8 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
             check=self._export_check(trainer),
         )
         self._run = run
+        if run.ranks.is_zero and (advice := _advice(self.config, int(state.max_steps))):
+            say(advice)
         if step > 0 and run.is_due(step) and run.state.step < step:
             # The checkpoint was written at a merge point before the merge (just-in-time checkpoints
             # do so).
@@ -190,10 +196,27 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
     ) -> None:
         """With gate "none": let the metric choose the partner. Collective."""
         value = (metrics or {}).get(self.config.metric_for_best)
+        self._note_missing(metrics or {})
         if self._run is not None and value is not None:
             self._run.on_metric(int(state.global_step), float(value))
         if args.save_strategy == "best":
             self._before_checkpoint(state)
+
+    def _note_missing(self, metrics: dict[str, float]) -> None:
+        """Say once that evaluations do not give the metric that is to choose the partner."""
+        name, run = self.config.metric_for_best, self._run
+        if self._has_seen_metric or run is None or self.config.gate != "none":
+            return
+        # With several evaluation sets each comes with an event of its own.
+        self._evaluations += 1
+        self._has_seen_metric = name in metrics
+        if not self._has_seen_metric and self._evaluations == _EVALUATIONS_BEFORE_ADVICE:
+            if run.ranks.is_zero:
+                say(
+                    f"no evaluation gave metric_for_best={name!r}, so the last merge point is the "
+                    f"partner; the last one gave {', '.join(sorted(metrics))}"
+                )
+            self._has_seen_metric = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Forget states whose checkpoints were rotated away. Collective."""
@@ -207,19 +230,29 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
         if run is None:
             return
         try:
-            if self.export is not None and self._is_preempted:
-                if run.ranks.is_zero:
-                    say(
-                        f"stopped at step {state.global_step} to be resumed; nothing is exported "
-                        "yet"
-                    )
-            elif self.export is not None:
-                export_run(
+            if not self._is_preempted:
+                finish_run(
                     run, self.export, step=int(state.global_step), save_companions=self._companions
                 )
+            elif self.export is not None and run.ranks.is_zero:
+                say(f"stopped at step {state.global_step} to be resumed; nothing is exported yet")
         finally:
             run.close()
             self._run = None
+
+
+def _advice(config: SoupConfig, max_steps: int) -> str | None:
+    """A line for a run that is too short for what it is to do; None if it is not."""
+    last = max_steps if config.stop_after_step is None else min(max_steps, config.stop_after_step)
+    every = config.merge_every_n_steps
+    points = last // every - config.start_after_step // every
+    # The first only captures; without a gate an evaluation may have captured before.
+    if config.method == "ema" or points >= 2 or (points == 1 and config.gate == "none"):
+        return None
+    return (
+        f"nothing will be merged: {points} of this run's {max_steps} steps are merge points, and "
+        f"the first only captures; set merge_every_n_steps={every} to a third of the steps or less"
+    )
 
 
 def checkpoint_steps(output_dir: Path) -> list[int]:

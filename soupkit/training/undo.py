@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from soupkit.training.params import ParamStore
-from soupkit.training.state import Snapshot
+from soupkit.training.snapshot import Snapshot
 
 
 class SetAside(Protocol):

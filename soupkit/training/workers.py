@@ -20,7 +20,6 @@ T = TypeVar("T")
 
 # More need more memory: each holds some copies of its matrix.
 _MOST = 8
-_AHEAD_A_THREAD = 4
 
 
 class Workers:
@@ -33,9 +32,9 @@ class Workers:
         self._pool: ThreadPoolExecutor | None = None
 
     @property
-    def ahead(self) -> int:
-        """Pieces of work that may wait or run while an earlier one is awaited."""
-        return _AHEAD_A_THREAD * self._count if self._pool is not None else 0
+    def count(self) -> int:
+        """Threads that work side by side."""
+        return self._count
 
     def __enter__(self) -> Workers:
         """Start the threads, where there is more than one."""
