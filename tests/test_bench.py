@@ -60,7 +60,7 @@ def test_the_kernel_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "SHAPES", ((9, 17), (11, 13)))
     monkeypatch.setattr(kernel, "ROTATED_BYTES", 1000)
     names = [found.name for found in kernel.run(quick=True)]
-    assert "11x13 bf16 M=8 V=4" in names
+    assert any(name.startswith("9x17 bf16 M=8 V=4 ") for name in names)
     assert len(names) == len(set(names)) == 8
 
 

@@ -147,7 +147,7 @@ def test_bits_beyond_the_width_and_strides_change_nothing(
 def test_the_paths_agree_on_what_goes_where(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups large and small, of variants and of the base, against plain torch."""
     assert not isinstance(LIBRARY, str)
-    monkeypatch.setattr(fused, "BLOCK_ENTRIES", 5 * 40)
+    monkeypatch.setattr(fused, "BLOCK_BYTES", 5 * 40 * 4)
     x, weight, packed, scale, _, bias = arguments(23, 40, 60, torch.float32, (1, 2, 1))
     many, few = fused.MANY_TOKENS, fused.MANY_TOKENS - 1
     for counts in ({0: many, -1: many}, {1: many, 0: few, -1: 2}, {-1: few, 2: 3}, {2: many + 1}):

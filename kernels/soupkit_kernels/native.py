@@ -1,4 +1,4 @@
-"""The C library of csrc/: built on first use, loaded through ctypes, called on raw pointers.
+"""The C library of delta_linear.c: built on first use, loaded through ctypes.
 
 The system's C compiler ($CC, else cc, gcc or clang on PATH) builds it into a folder of the user's
 cache, under a name that holds a hash of the sources, the flags and the compiler, so that a new one
@@ -30,13 +30,13 @@ import torch
 from torch import Tensor
 
 ENVIRONMENT = "SOUPKIT_KERNEL"
-# Numbered as `isas` of csrc/delta_linear.c.
+# Numbered as `isas` of delta_linear.c.
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16")
 # Numbered as `enum kind` there.
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_PLANES = 8
 
-_SOURCES = Path(__file__).parent / "csrc"
+_SOURCES = Path(__file__).parent
 _FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-shared", "-Wno-psabi")
 _BUILD_SECONDS = 300
 _VARIANT_FIELDS = 6
@@ -103,7 +103,7 @@ class Library:
 def _variant_table(
     packed: Sequence[Tensor], scale: Sequence[Tensor]
 ) -> ctypes.Array[ctypes.c_int64]:
-    """`struct variant` of csrc/delta_linear.c for each; valid while the tensors live."""
+    """`struct variant` of delta_linear.c for each; valid while the tensors live."""
     fields: list[int] = []
     for signs, alpha in zip(packed, scale, strict=True):
         scale_row = 0 if alpha.shape[1] == 1 else alpha.stride(1)

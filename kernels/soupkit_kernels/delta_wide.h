@@ -20,6 +20,23 @@ INLINE TARGET ISA(floats) ISA(inputs)(const char *x, int64_t k) {
     return value;
 }
 
+INLINE TARGET ISA(words) ISA(widen)(ISA(shorts) value) {
+#ifdef HAS_MASKS
+    /* gcc 12 makes five instructions of the general form, and as many of the other way. */
+    return (ISA(words))_mm512_cvtepu16_epi32((__m256i)value);
+#else
+    return __builtin_convertvector(value, ISA(words));
+#endif
+}
+
+INLINE TARGET ISA(shorts) ISA(narrow)(ISA(words) value) {
+#ifdef HAS_MASKS
+    return (ISA(shorts))_mm512_cvtepi32_epi16((__m512i)value);
+#else
+    return __builtin_convertvector(value, ISA(shorts));
+#endif
+}
+
 INLINE TARGET ISA(floats) ISA(weights)(const char *row, int64_t k, int kind) {
     if (kind == F32) return ISA(inputs)(row, k);
 #ifdef HAS_HALF
@@ -27,12 +44,12 @@ INLINE TARGET ISA(floats) ISA(weights)(const char *row, int64_t k, int kind) {
 #endif
     ISA(shorts) value;
     memcpy(&value, row + 2 * k, sizeof value);
-    return (ISA(floats))(__builtin_convertvector(value, ISA(words)) << 16);
+    return (ISA(floats))(ISA(widen)(value) << 16);
 }
 
 /* +-size by the bits. */
 INLINE TARGET ISA(floats) ISA(signed_by)(const uint8_t *bits, int64_t k, float size) {
-    const ISA(floats) plus = (ISA(floats)){0} + size;
+    const ISA(floats) plus = size - (ISA(floats)){0};
 #ifdef HAS_MASKS
     uint16_t mask;
     memcpy(&mask, bits + k / 8, 2);
@@ -69,7 +86,7 @@ INLINE TARGET void ISA(store)(char *out, int64_t k, int kind, ISA(floats) value)
     const ISA(words) word = (ISA(words))value, even = (word >> 16) & 1;
     const ISA(words) is_nan = (ISA(words))((word & 0x7fffffffu) > 0x7f800000u);
     const ISA(words) rounded = ((word + 0x7fffu + even) & ~is_nan) | (is_nan & 0x7fc00000u);
-    const ISA(shorts) top = __builtin_convertvector(rounded >> 16, ISA(shorts));
+    const ISA(shorts) top = ISA(narrow)(rounded >> 16);
     memcpy(out + 2 * k, &top, sizeof top);
 }
 
