@@ -668,3 +668,17 @@ def test_other_weights_between_merge_points_are_refused(tmp_path):
         loop.model.model.norm.weight.copy_(right)
     again = Soup(loop.model, config=loop.soup.config, output_dir=loop.folder, base=loop.base)
     again.load(tmp_path / "checkpoint")
+
+
+def test_cuts_of_another_rank_are_replaced_by_those_of_the_present_one(tmp_path):
+    config = SoupConfig(merge_every_n_steps=2, rank=2, gate="none", feed_back=False)
+    loop = Loop(tmp_path, config)
+    loop.steps(4)
+    loop.soup.save(tmp_path / "checkpoint")
+    changed = dataclasses.replace(config, rank=3)
+    loop.soup = Soup(loop.model, config=changed, output_dir=loop.folder, base=loop.base)
+    loop.soup.load(tmp_path / "checkpoint")
+    loop.steps(4)
+    solvers = [[m.solver for m in report.matrices if m.rank] for report in loop.soup.reports]
+    assert not any("known" in solver for solver in solvers[0])
+    assert all("known" in solver for solver in solvers[1])

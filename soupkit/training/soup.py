@@ -298,12 +298,11 @@ class SoupRun:
         """The partner of the next merge, with what this one has found of it stored."""
         next_partner = chosen or partner
         has_cuts = self._rule.method == "svd_mean" and self._rule.rank is not None
-        if (
-            not has_cuts
-            or not trial.matrices
-            or self.store.is_lora
-            or next_partner.cuts is not None
-        ):
+        # Of another rank, after a resume with other settings, they are known and of no use.
+        were_used = any("known" in matrix.solver for matrix in trial.matrices)
+        if not has_cuts or not trial.matrices or self.store.is_lora:
+            return next_partner
+        if next_partner.cuts is not None and were_used:
             return next_partner
 
         def kept(found: Found) -> Cuts:
