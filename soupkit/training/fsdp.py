@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from soupkit.errors import TrainingError
-from soupkit.training.parts import Part, flat_part
+from soupkit.training.parts import Part, Weight, flat_part
 
 
 def _is_a(value: object, kind: str) -> bool:
@@ -41,30 +41,8 @@ def is_fsdp1(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sharded:
+class Sharded(Weight):
     """A DTensor: a box of the whole, uneven ones and several mesh axes included."""
-
-    tensor: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See Weight."""
-        return tuple(self.tensor.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See Weight."""
-        dtype: torch.dtype = self.tensor.dtype
-        return dtype
-
-    @property
-    def is_trainable(self) -> bool:
-        """See Weight."""
-        return bool(self.tensor.requires_grad)
-
-    def owners(self) -> tuple[Tensor, ...]:
-        """See Weight."""
-        return (self.tensor,)
 
     def parts(self) -> tuple[Part, ...]:
         """See Weight."""
@@ -79,22 +57,17 @@ class Sharded:
         corner = tuple(min(int(at), length) for at, length in zip(start, self.shape, strict=True))
         return (Part(local, self.shape, corner),)
 
-    def copies(self) -> tuple[Part, ...]:
-        """See Weight."""
-        return ()
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Flat:
+class Flat(Weight):
     """One original parameter inside a flat parameter of FSDP1: a range of it, or none."""
 
-    handle: Any
     index: int
 
     @property
     def shape(self) -> tuple[int, ...]:
         """See Weight."""
-        return tuple(self.handle.flat_param._shapes[self.index])
+        return tuple(self.tensor._shapes[self.index])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,35 +76,27 @@ class Flat:
         return dtype
 
     @property
-    def is_trainable(self) -> bool:
+    def owner(self) -> Tensor:
         """See Weight."""
-        return bool(self.owners()[0].requires_grad)
-
-    def owners(self) -> tuple[Tensor, ...]:
-        """See Weight."""
-        flat = self.handle.flat_param
         # use_orig_params=False: the optimizer knows the flat parameter only.
-        original = getattr(flat, "_params", None)
-        return (flat,) if original is None else (original[self.index],)
+        original = getattr(self.tensor, "_params", None)
+        owner: Tensor = self.tensor if original is None else original[self.index]
+        return owner
 
     @property
     def _shard(self) -> Tensor:
-        flat = self.handle.flat_param
+        flat = self.tensor
         # Before the first forward there is no `_local_shard`; the data are the shard.
         shard: Tensor = getattr(flat, "_local_shard", flat.data)
         return shard.detach()
 
     def parts(self) -> tuple[Part, ...]:
         """See Weight."""
-        info = self.handle.flat_param._shard_param_infos[self.index]
+        info = self.tensor._shard_param_infos[self.index]
         if not info.in_shard:
             return ()
         data = self._shard[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
         return (flat_part(data, start=info.intra_param_start_idx, numel=math.prod(self.shape)),)
-
-    def copies(self) -> tuple[Part, ...]:
-        """See Weight."""
-        return ()
 
 
 def fsdp1_weights(model: nn.Module) -> Iterator[tuple[str, Flat]]:
@@ -141,7 +106,7 @@ def fsdp1_weights(model: nn.Module) -> Iterator[tuple[str, Flat]]:
         if not is_fsdp1(module) or handle is None:
             continue
         for index, name in enumerate(handle.flat_param._fqns):
-            yield (f"{prefix}.{name}" if prefix else name), Flat(handle, index)
+            yield (f"{prefix}.{name}" if prefix else name), Flat(handle.flat_param, index)
 
 
 def units(model: nn.Module) -> list[nn.Module]:

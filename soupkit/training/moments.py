@@ -87,4 +87,4 @@ def _is_flat(store: ParamStore) -> bool:
 
 def _owners(store: ParamStore) -> set[int]:
     """ids of the tensors that the optimizer steps on."""
-    return {id(owner) for weight in store.weights.values() for owner in weight.owners()}
+    return {id(weight.owner) for weight in store.weights.values()}

@@ -10,8 +10,9 @@ strategy has which parts, and communication.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,35 +41,45 @@ class Part:
         return whole.view(self.view)[tuple(slice(at, at + count) for at, count in corners)]
 
 
-class Weight(Protocol):
-    """One parameter or buffer of a model, as this rank holds it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Weight(ABC):
+    """One parameter or buffer of a model, as this rank holds it.
+
+    Args:
+        tensor: by which the model knows it.
+    """
+
+    tensor: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole."""
-        ...
+        return tuple(self.tensor.shape)
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the value: of the optimizer's master copy, where there is one."""
-        ...
+        dtype: torch.dtype = self.tensor.dtype
+        return dtype
 
     @property
     def is_trainable(self) -> bool:
         """Whether it takes gradients."""
-        ...
+        return bool(self.owner.requires_grad)
 
-    def owners(self) -> tuple[Tensor, ...]:
-        """The tensors by which an optimizer knows it."""
-        ...
+    @property
+    def owner(self) -> Tensor:
+        """The tensor by which an optimizer knows it."""
+        owner: Tensor = self.tensor
+        return owner
 
+    @abstractmethod
     def parts(self) -> tuple[Part, ...]:
         """Parts of the value; none where other ranks hold it."""
-        ...
 
     def copies(self) -> tuple[Part, ...]:
         """Parts of the copies that follow the value, rounded to their own dtypes."""
-        ...
+        return ()
 
 
 def whole_part(tensor: Tensor) -> Part:
@@ -83,35 +94,20 @@ def flat_part(data: Tensor, *, start: int, numel: int) -> Part:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Whole:
-    """A weight that every rank holds whole: plain, DDP; its shape and dtype are the tensor's.
+class Whole(Weight):
+    """A weight that every rank holds whole: plain, DDP.
 
     Args:
-        tensor: parameter or buffer.
         master: the optimizer's float32 copy, where it keeps one.
     """
 
-    tensor: Tensor
     master: Tensor | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See Weight."""
-        return tuple(self.tensor.shape)
 
     @property
     def dtype(self) -> torch.dtype:
         """See Weight."""
-        return self.tensor.dtype if self.master is None else self.master.dtype
-
-    @property
-    def is_trainable(self) -> bool:
-        """See Weight."""
-        return self.tensor.requires_grad
-
-    def owners(self) -> tuple[Tensor, ...]:
-        """See Weight."""
-        return (self.tensor,)
+        value: Tensor = self.tensor if self.master is None else self.master
+        return value.dtype
 
     def parts(self) -> tuple[Part, ...]:
         """See Weight."""

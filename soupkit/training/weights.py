@@ -171,7 +171,7 @@ def _named_weights(model: nn.Module) -> Iterator[tuple[str, Weight, Any]]:
             yield name, _weight(tensor, masters), _identity(tensor)
         return
     for name, weight in flat.items():
-        yield name, weight, (id(weight.handle), weight.index)
+        yield name, weight, (id(weight.tensor), weight.index)
     for name, tensor in (*model.named_parameters(), *_persistent_buffers(model)):
         if canonical_name(name) not in flat and not name.endswith("_flat_param"):
             yield name, _weight(tensor, {}), _identity(tensor)

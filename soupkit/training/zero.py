@@ -27,29 +27,13 @@ from soupkit.training.parts import Part, Weight, flat_part, whole_part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fragment:
+class Fragment(Weight):
     """A weight of stage 1/2: whole low-precision copy, a range of the float32 master, or none."""
-
-    tensor: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See Weight."""
-        return tuple(self.tensor.shape)
 
     @property
     def dtype(self) -> torch.dtype:
         """See Weight."""
         return torch.float32
-
-    @property
-    def is_trainable(self) -> bool:
-        """See Weight."""
-        return bool(self.tensor.requires_grad)
-
-    def owners(self) -> tuple[Tensor, ...]:
-        """See Weight."""
-        return (self.tensor,)
 
     def parts(self) -> tuple[Part, ...]:
         """See Weight."""
@@ -66,10 +50,8 @@ class Fragment:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Partition:
+class Partition(Weight):
     """A weight of stage 3: a padded range of the float32 master and of the low-precision weight."""
-
-    tensor: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -80,15 +62,6 @@ class Partition:
     def dtype(self) -> torch.dtype:
         """See Weight."""
         return torch.float32 if self._has_master else self.tensor.dtype
-
-    @property
-    def is_trainable(self) -> bool:
-        """See Weight."""
-        return bool(self.tensor.requires_grad)
-
-    def owners(self) -> tuple[Tensor, ...]:
-        """See Weight."""
-        return (self.tensor,)
 
     @property
     def _has_master(self) -> bool:
