@@ -1,4 +1,5 @@
-/* The multi-variant linear on a CPU: y[t] = x[t] (W + sum_p diag(scale_v[p]) S_v[p])^T, v = index[t].
+/* The multi-variant linear on a CPU:
+     y[t] = x[t] (W + sum_p diag(scale_v[p]) S_v[p])^T,  v = index[t]
 
    Two entry points, called from native.py through ctypes:
      soupkit_decode       fused: W and the bits are read once for a few tokens of any variants;
@@ -6,8 +7,7 @@
    Sums are float32. What a row of y holds does not depend on the other tokens, on the number of
    threads or on how rows are split: each (row, token) pair has its own accumulators, which run over
    K in one order. Bits are LSB-first along K (bitpack.py); bits beyond K are never used.
-
-   An instruction set is one section at the end of this file; README.md says how to add one. */
+   Not here: the loops over K (delta_rows.h), in the instruction sets of delta_isas.h. */
 
 #include <stdint.h>
 #include <string.h>
@@ -29,6 +29,9 @@ enum mode {
 /* A pass takes 1 << size tokens. GROUP_ROWS is a multiple of the rows that any pass takes. */
 enum { NUM_SIZES = 3, MAX_TOKENS = 4, MAX_PAIRS = 12, GROUP_ROWS = 12 };
 enum { MAX_ROWS = 4, MAX_BYTES = 64, MAX_PLANES = 8 };
+
+/* Row b: the eight signs of byte b as +-1. In the first cache; `soupkit_start` fills it. */
+static float sign_table[256][8];
 
 typedef float quad __attribute__((vector_size(16)));
 
@@ -98,124 +101,7 @@ struct isa {
     effective_fn effective[NUM_KINDS];
 };
 
-#define JOIN_(a, b) a##_##b
-#define JOIN(a, b) JOIN_(a, b)
-#define ISA(name) JOIN(name, ISA_NAME)
-
-/* -- instruction sets, from the most general to the fastest -- */
-
-#define ISA_NAME portable
-#define TARGET
-#define LANES 8
-#include "delta_wide.h"
-#undef LANES
-#undef TARGET
-#undef ISA_NAME
-
-#if defined(__x86_64__)
-
-#define ISA_NAME avx2
-#define TARGET __attribute__((target("avx2,fma,f16c")))
-#define LANES 8
-INLINE TARGET __m256 half_to_float_avx2(const uint16_t *from) {
-    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
-}
-INLINE TARGET void float_to_half_avx2(uint16_t *to, __m256 value) {
-    _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
-}
-#define HAS_HALF
-#include "delta_wide.h"
-#undef LANES
-#undef TARGET
-#undef ISA_NAME
-
-#define ISA_NAME avx512
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
-#define LANES 16
-INLINE TARGET __m512 half_to_float_avx512(const uint16_t *from) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
-}
-INLINE TARGET void float_to_half_avx512(uint16_t *to, __m512 value) {
-    _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
-}
-#define HAS_MASKS
-#include "delta_wide.h"
-#undef HAS_MASKS
-#undef HAS_HALF
-#undef LANES
-#undef TARGET
-
-/* Pairs of bfloat16 products summed into float32. Inputs stay bfloat16, subnormals count as 0. */
-#undef ISA_NAME
-#define ISA_NAME avx512_bf16
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
-#define STEP 32
-#define X_BYTES 2
-#define VALUE __m512i
-#define SUM __m512
-INLINE TARGET __m512i inputs_avx512_bf16(const char *x, int64_t k) {
-    return _mm512_loadu_si512(x + 2 * k);
-}
-INLINE TARGET __m512i weights_avx512_bf16(const char *row, int64_t k, int kind) {
-    (void)kind;
-    return _mm512_loadu_si512(row + 2 * k);
-}
-INLINE TARGET __m512i signs_avx512_bf16(const uint8_t *bits, int64_t k) {
-    uint32_t word;
-    memcpy(&word, bits + k / 8, 4);
-    return _mm512_mask_blend_epi16(
-        word, _mm512_set1_epi16((short)0xBF80), _mm512_set1_epi16(0x3F80)
-    );
-}
-INLINE TARGET __m512 multiply_add_avx512_bf16(__m512i a, __m512i b, __m512 sum) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-}
-#include "delta_rows.h"
-#define NUM_ROWS {4, 4, 3}
-#define SIZES(kind, mode) ROWS(kind, mode, 0, 4) ROWS(kind, mode, 1, 4) ROWS(kind, mode, 2, 3)
-SIZES(BF16, SHARED)
-SIZES(BF16, EACH)
-SIZES(BF16, SIGNS)
-static const struct isa isa_avx512_bf16 = {
-    .rows[BF16] = {TABLE(BF16, SHARED), TABLE(BF16, EACH), TABLE(BF16, SIGNS)},
-    .num_rows = NUM_ROWS,
-};
-#undef SIZES
-#undef NUM_ROWS
-#undef SUM
-#undef VALUE
-#undef X_BYTES
-#undef STEP
-#undef TARGET
-#undef ISA_NAME
-
-#endif /* __x86_64__ */
-
-/* Numbered as native.py names them; those of another architecture are NULL. */
-static const struct isa *const isas[] = {
-    &isa_portable,
-#if defined(__x86_64__)
-    &isa_avx2,
-    &isa_avx512,
-    &isa_avx512_bf16,
-#endif
-};
-
-/* The best that this machine runs, as an index of `isas`. */
-int soupkit_best_isa(void) {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    int wide = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")
-        && __builtin_cpu_supports("f16c");
-    if (!wide) return 0;
-    int masks = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
-        && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (!masks) return 1;
-    return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
-#else
-    return 0;
-#endif
-}
+#include "delta_isas.h"
 
 /* -- work, shared by threads that take runs of rows until none is left -- */
 
@@ -235,9 +121,10 @@ struct work {
     int64_t run_rows, next_row;
 };
 
-/* Tokens first .. first + (1 << size), rows begin .. begin + num_rows of the pass, of which the
-   first `rows` count. */
-static void decode_block(const struct work *work, int64_t first, int size, int64_t begin, int rows) {
+/* 1 << size tokens from `first`, `rows` rows from `begin`: as many as the pass takes, or 1. */
+static void decode_block(
+    const struct work *work, int64_t first, int size, int64_t begin, int rows
+) {
     const int tokens = 1 << size, step = work->isa->num_rows[size];
     const struct variant *variant[MAX_TOKENS];
     float base[MAX_PAIRS], sign[MAX_PAIRS];
@@ -254,7 +141,7 @@ static void decode_block(const struct work *work, int64_t first, int size, int64
         struct block block = {
             .weight = work->weight + begin * work->weight_stride,
             .x = work->x + first * work->x_stride, .x_stride = work->x_stride,
-            /* Too few rows are left: the first one again in place of those that do not exist. */
+            /* One row alone: the pass takes it again in place of those that do not exist. */
             .weight_stride = is_whole ? work->weight_stride : 0,
             .bits_stride = is_whole ? work->bits_stride : 0,
             .width = work->width, .base = base, .sign = sign,
@@ -271,7 +158,8 @@ static void decode_block(const struct work *work, int64_t first, int size, int64
             float *y = work->y + (first + m) * work->num_rows + begin;
             for (int r = 0; r < rows; r++) {
                 const float add = v && p < v->planes
-                    ? v->scale[p * v->scale_plane + (begin + r) * v->scale_row] * sign[r * tokens + m]
+                    ? v->scale[p * v->scale_plane + (begin + r) * v->scale_row]
+                        * sign[r * tokens + m]
                     : 0;
                 y[r] = (p ? y[r] : base[r * tokens + m]) + add;
             }
@@ -338,7 +226,8 @@ void soupkit_decode(
     struct work work = {
         .isa = isas[isa], .kind = kind, .num_tokens = num_tokens, .num_rows = num_rows,
         .width = width, .x = x, .x_stride = x_stride, .weight = weight,
-        .weight_stride = weight_stride, .bits_stride = bits_stride, .variants = variants, .index = index, .y = y,
+        .weight_stride = weight_stride, .bits_stride = bits_stride, .variants = variants,
+        .index = index, .y = y,
     };
     run(decode_body, &work, parallel, threads);
 }

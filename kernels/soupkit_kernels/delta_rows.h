@@ -4,7 +4,8 @@
    inputs), SUM (a vector of float32) and inputs, weights, signs, multiply_add. */
 
 INLINE TARGET void ISA(step)(
-    const struct block *at, int64_t k, int kind, int mode, int tokens, int rows, SUM *base, SUM *sign
+    const struct block *at, int64_t k, int kind, int mode, int tokens, int rows, SUM *base,
+    SUM *sign
 ) {
     VALUE value[MAX_TOKENS];
     UNROLL for (int m = 0; m < tokens; m++) value[m] = ISA(inputs)(at->x + m * at->x_stride, k);
@@ -13,7 +14,7 @@ INLINE TARGET void ISA(step)(
         if (mode != SIGNS) {
             w = ISA(weights)(at->weight + r * at->weight_stride, k, kind);
             /* The next rows, into the second cache: without it the arithmetic of several tokens
-               waits for memory (README.md). An address past the end does not fault. */
+               waits for memory (../README.md). An address past the end does not fault. */
             __builtin_prefetch(
                 at->weight + (r + rows) * at->weight_stride + k * (kind == F32 ? 4 : 2), 0, 2
             );
@@ -57,9 +58,9 @@ INLINE TARGET void ISA(rows)(struct block *block, int kind, int mode, int tokens
 
 #ifndef ROWS
 #define ROWS_NAME(kind, mode, size) ISA(rows_##kind##_##mode##_##size)
-#define ROWS(kind, mode, size, num_rows)                               \
+#define ROWS(kind, mode, size, num_rows) \
     static TARGET void ROWS_NAME(kind, mode, size)(struct block *block) { \
-        ISA(rows)(block, kind, mode, 1 << size, num_rows);             \
+        ISA(rows)(block, kind, mode, 1 << size, num_rows); \
     }
 #define TABLE(kind, mode) \
     {ROWS_NAME(kind, mode, 0), ROWS_NAME(kind, mode, 1), ROWS_NAME(kind, mode, 2)}

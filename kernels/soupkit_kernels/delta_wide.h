@@ -1,12 +1,11 @@
 /* Float32 arithmetic in vectors of LANES, for one instruction set; included once for each.
 
-   Written in the compiler's own vector types, so that a target attribute is nearly all that an
-   instruction set adds. Weights are widened as they are read; inputs are float32. HAS_HALF: there are
-   conversions of float16. HAS_MASKS: bits can be a mask register. */
+   In the compiler's vector types: a target attribute is nearly all that an instruction set adds.
+   Weights are widened as they are read; inputs are float32. HAS_HALF: there are half_to_float and
+   float_to_half. HAS_MASKS: the 512-bit forms with mask registers. */
 
 typedef float ISA(floats) __attribute__((vector_size(4 * LANES)));
 typedef uint32_t ISA(words) __attribute__((vector_size(4 * LANES)));
-typedef int32_t ISA(flags) __attribute__((vector_size(4 * LANES)));
 typedef uint16_t ISA(shorts) __attribute__((vector_size(2 * LANES)));
 
 #define STEP LANES
@@ -22,7 +21,7 @@ INLINE TARGET ISA(floats) ISA(inputs)(const char *x, int64_t k) {
 
 INLINE TARGET ISA(words) ISA(widen)(ISA(shorts) value) {
 #ifdef HAS_MASKS
-    /* gcc 12 makes five instructions of the general form, and as many of the other way. */
+    /* gcc 12 makes five instructions of the general form. */
     return (ISA(words))_mm512_cvtepu16_epi32((__m256i)value);
 #else
     return __builtin_convertvector(value, ISA(words));
@@ -49,15 +48,14 @@ INLINE TARGET ISA(floats) ISA(weights)(const char *row, int64_t k, int kind) {
 
 /* +-size by the bits. */
 INLINE TARGET ISA(floats) ISA(signed_by)(const uint8_t *bits, int64_t k, float size) {
-    const ISA(floats) plus = size - (ISA(floats)){0};
 #ifdef HAS_MASKS
     uint16_t mask;
     memcpy(&mask, bits + k / 8, 2);
-    return (ISA(floats))_mm512_mask_blend_ps(mask, (__m512)-plus, (__m512)plus);
+    return (ISA(floats))_mm512_mask_blend_ps(mask, _mm512_set1_ps(-size), _mm512_set1_ps(size));
 #else
-    const ISA(words) lane = {1, 2, 4, 8, 16, 32, 64, 128};
-    const ISA(words) is_minus = (ISA(words))((lane & (uint32_t)bits[k / 8]) == 0);
-    return (ISA(floats))((ISA(words))plus ^ (is_minus & 0x80000000u));
+    ISA(floats) value;
+    memcpy(&value, sign_table[bits[k / 8]], sizeof value);
+    return value * size;
 #endif
 }
 
@@ -126,14 +124,14 @@ INLINE TARGET void ISA(effective)(
     }
 }
 
-#define EFFECTIVE(kind)                                                                     \
-    static TARGET void ISA(effective_##kind)(                                               \
+#define EFFECTIVE(kind) \
+    static TARGET void ISA(effective_##kind)( \
         const char *weight, const struct variant *variant, int64_t row, int64_t bits_stride, \
-        int64_t width, char *out                                                            \
-    ) {                                                                                     \
-        const int planes = (int)variant->planes;                                            \
+        int64_t width, char *out \
+    ) { \
+        const int planes = (int)variant->planes; \
         if (planes == 1) ISA(effective)(weight, variant, row, bits_stride, width, kind, 1, out); \
-        else ISA(effective)(weight, variant, row, bits_stride, width, kind, planes, out);   \
+        else ISA(effective)(weight, variant, row, bits_stride, width, kind, planes, out); \
     }
 /* As many pairs as registers hold two sums of each. */
 #if LANES == 16

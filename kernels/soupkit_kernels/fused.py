@@ -18,8 +18,9 @@ from torch.nn import functional as F
 
 from soupkit_kernels import native
 
-# From so many tokens of one variant on, building its effective weight is the cheaper way.
-MANY_TOKENS = 16
+# From so many tokens of one variant on, building its effective weight is the cheaper way. Measured
+# where `soupkit bench kernel` was (README.md), one variant and four, 2048 x 2048 and 4096 x 4096.
+MANY_TOKENS = {"portable": 3, "avx2": 10, "avx512": 20, "avx512_bf16": 16}
 # A block of rows, the scratch of a call. Smaller ones make F.linear pack x more often: bfloat16,
 # 512 tokens, 2048 x 2048, 1 / 2 / 4 / 8 MB: 1.12 / 1.10 / 1.08 / 1.06 of the base; 32 MB pays page
 # faults, 1.3 at 4096 x 4096.
@@ -31,7 +32,7 @@ def why_not(library: native.Library | str, weight: Tensor, packed: Sequence[Tens
     if isinstance(library, str):
         return library
     if not library.supports(weight.dtype):
-        return f"{weight.dtype} on {native.ISAS[library.isa]}"
+        return f"{weight.dtype} on {library.isa_name(weight.dtype)}"
     if weight.stride(1) != 1 and weight.shape[1] > 1:
         return "the rows of the weight are not contiguous"
     planes = max((signs.shape[0] for signs in packed), default=0)
@@ -53,7 +54,8 @@ def fused_delta_linear(
     tokens = x.reshape(variant_index.numel(), x.shape[-1])
     index = variant_index.reshape(-1)
     counts = Counter(index.tolist())
-    many = [variant for variant, count in counts.items() if count >= MANY_TOKENS]
+    limit = MANY_TOKENS[library.isa_name(x.dtype)]
+    many = [variant for variant, count in counts.items() if count >= limit]
     if len(counts) == len(many) == 1 or counts.keys() <= {-1}:
         y = _one(library, tokens, weight, packed, scale, next(iter(counts), -1), bias)
     elif not many:

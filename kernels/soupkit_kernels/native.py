@@ -39,6 +39,8 @@ MAX_PLANES = 8
 _SOURCES = Path(__file__).parent
 _FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-shared", "-Wno-psabi")
 _BUILD_SECONDS = 300
+# With SSE2 it is up to three times slower than plain torch; on other machines it is not measured.
+_PORTABLE_ONLY = f"only the portable C code runs; {ENVIRONMENT}=portable takes it"
 _VARIANT_FIELDS = 6
 
 
@@ -52,9 +54,10 @@ class Library:
     # GOMP_parallel of the OpenMP runtime that torch loaded; without one everything is one thread.
     parallel: ctypes.c_void_p | None
 
-    def isa_for(self, dtype: torch.dtype) -> int:
-        """Which instruction set serves a dtype; only bfloat16 has one of its own."""
-        return self.isa if dtype == torch.bfloat16 else min(self.isa, ISAS.index("avx512"))
+    def isa_name(self, dtype: torch.dtype) -> str:
+        """The instruction set that serves a dtype; only bfloat16 has one of its own."""
+        most = "avx512_bf16" if dtype == torch.bfloat16 else "avx512"
+        return ISAS[min(self.isa, ISAS.index(most))]
 
     def supports(self, dtype: torch.dtype) -> bool:
         """float16 needs the conversions of AVX2 machines."""
@@ -69,16 +72,14 @@ class Library:
         index: Tensor,  # [T] int64, contiguous; -1 is the base
     ) -> Tensor:  # [T, N] float32
         """The multi-variant linear without bias, fused."""
-        isa = self.isa_for(x.dtype)
-        if ISAS[isa] != "avx512_bf16":
-            x = x.float()
-        x = x.contiguous()
+        isa = self.isa_name(x.dtype)
+        x = (x if isa == "avx512_bf16" else x.float()).contiguous()
         num_tokens, width = x.shape
         y = torch.empty(num_tokens, weight.shape[0], dtype=torch.float32)
         self.decode_function(
-            isa, KINDS[weight.dtype], torch.get_num_threads(), self.parallel, num_tokens,
-            weight.shape[0], width, x.data_ptr(), x.stride(0) * x.itemsize, weight.data_ptr(),
-            weight.stride(0) * weight.itemsize, packed[0].stride(1),
+            ISAS.index(isa), KINDS[weight.dtype], torch.get_num_threads(), self.parallel,
+            num_tokens, weight.shape[0], width, x.data_ptr(), x.stride(0) * x.itemsize,
+            weight.data_ptr(), weight.stride(0) * weight.itemsize, packed[0].stride(1),
             _variant_table(packed, scale), index.data_ptr(), y.data_ptr(),
         )  # fmt: skip
         return y
@@ -91,7 +92,7 @@ class Library:
         out: Tensor,  # [N, K] in weight's dtype, contiguous
     ) -> None:
         """Write the effective weight, summed in float32 and rounded once, into `out`."""
-        # Nothing here multiplies, so the plain 512-bit code serves bfloat16 too.
+        # No products of bfloat16 here: the plain 512-bit code serves all dtypes.
         isa = min(self.isa, ISAS.index("avx512"))
         self.reconstruct_function(
             isa, KINDS[weight.dtype], torch.get_num_threads(), self.parallel, weight.shape[0],
@@ -124,12 +125,16 @@ def load() -> Library | str:
         return f"{ENVIRONMENT}=torch"
     if ctypes.sizeof(ctypes.c_void_p) != 8 or sys.byteorder != "little":
         return f"{platform.machine()}: the C kernel needs a 64-bit little-endian machine"
+    if not wanted and platform.machine() not in ("x86_64", "AMD64"):
+        return f"{platform.machine()}: {_PORTABLE_ONLY}"
     try:
         functions = ctypes.CDLL(str(build()))
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
         sys.stderr.write(f"soupkit: no CPU kernel, plain torch instead: {error}\n")
         return str(error)
-    best = functions.soupkit_best_isa()
+    best = functions.soupkit_start()
+    if not wanted and not best:
+        return f"neither AVX2 nor AVX-512: {_PORTABLE_ONLY}"
     isa = min(best, ISAS.index(wanted)) if wanted else best
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     decode, reconstruct = functions.soupkit_decode, functions.soupkit_reconstruct

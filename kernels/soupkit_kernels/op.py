@@ -28,7 +28,7 @@ def path_name(weight: Tensor, packed: Sequence[Tensor] = ()) -> str:
     library = native.load() if weight.is_cpu else f"tensors on {weight.device}"
     reason = why_not(library, weight, packed)
     if reason is None and not isinstance(library, str):
-        return f"native {native.ISAS[library.isa_for(weight.dtype)]}"
+        return f"native {library.isa_name(weight.dtype)}"
     return f"torch: {reason}"
 
 
