@@ -1,4 +1,4 @@
-"""The multi-variant linear in plain torch, as fast as it gets without a kernel of our own.
+"""The multi-variant linear in plain torch: where the C library (native.py) cannot be had.
 
 Tokens are grouped by variant; the base product of all groups that need one is a single F.linear.
 - few tokens of a variant: y = x W^T + scale * (S x), the signs unpacked in x's dtype.
@@ -6,8 +6,8 @@ Tokens are grouped by variant; the base product of all groups that need one is a
 
 Measured with torch 2.13 and MKL on one thread of an x86 CPU with AVX512_BF16: median of 15 runs in
 thread CPU time, alternating with F.linear of the base, weights rotating over 60 MB. Time over that
-of the base, for M tokens of one variant and for four variants in turn (`soupkit bench kernel`
-prints them anew; a busy machine gives up to twice these):
+of the base, for M tokens of one variant and for four variants in turn (`SOUPKIT_KERNEL=torch
+soupkit bench kernel` prints them anew; a busy machine gives up to twice these):
 
     N x K        dtype     one: M = 1   4    8   64  512   four: M = 4   8   64  512
     576 x 576    bfloat16       2.2  2.0  2.0  1.7  1.1         7.5  6.7  4.6  2.0
