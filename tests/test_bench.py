@@ -7,7 +7,7 @@ import pytest
 import serving_kit
 import torch
 
-from soupkit.bench import export, kernel, merge, rows, serve
+from soupkit.bench import export, kernel, merge, rows, serve, strategies
 from soupkit.bench.rows import Row, compare, document
 
 
@@ -67,6 +67,7 @@ def test_the_kernel_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_merges_keep_the_energy_that_full_svd_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """TB68: their seconds are measured against those of the full SVD."""
     monkeypatch.setattr(merge, "SHAPES", ((70, 90), (290, 270)))
+    monkeypatch.setattr(strategies, "rows", lambda quick: [])
     torch.manual_seed(3)
     state = torch.get_rng_state()
     found = merge.run(quick=True)
@@ -82,6 +83,7 @@ def test_merges_keep_the_energy_that_full_svd_keeps(monkeypatch: pytest.MonkeyPa
 def test_long_shapes_are_held_against_svd_lowrank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merge, "SHAPES", ((90, 100),))
     monkeypatch.setattr(merge, "FULL_MAX", 80)
+    monkeypatch.setattr(strategies, "rows", lambda quick: [])
     found = merge.run(quick=True)
     assert "svd_lowrank niter=2" in {one.baseline for one in found}
     assert not [one for one in found if "flat" in one.name or one.name.endswith("energy")]
@@ -106,3 +108,31 @@ def test_serving_is_measured(tmp_path: Path) -> None:
     assert one.name == "8 requests, linear"
     assert mixed.name == "8 requests, 2 variants + base"
     assert min(one.value, mixed.value) > 0
+
+
+FIGURES = {
+    "strategy": "DDP", "ranks": 2, "device": "cpu", "step_seconds": 2.0, "steps": [2.0, 1.0, 4.0],
+    "merges": [8.0, 3.0, 2.0], "scores": [1.0, 1.0, 1.0], "extra_bytes": 700,
+    "largest_bytes": 100, "factor_bytes": 300, "solvers": ["gram"],
+}  # fmt: skip
+
+
+def test_a_merge_is_told_in_training_steps() -> None:
+    found = {one.name: one for one in strategies.strategy_rows(FIGURES)}
+    first, later = found["DDP: first merge"], found["DDP: next merge"]
+    assert (first.ratio, first.goal, first.ok) == (4.0, 5.0, True)
+    assert (later.ratio, later.low, later.high, later.ok) == (1.5, 0.5, 3.0, True)
+    assert found["DDP: gate's two scorings"].goal is None
+    assert found["DDP: memory of a merge beyond factors"].ratio == 4.0
+    on_gpu = strategies.strategy_rows({**FIGURES, "device": "cuda"})
+    assert on_gpu[-1].ratio == 7.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["one process", "FSDP2"])
+def test_slice_of_strategies_is_measured(strategy: str) -> None:
+    figures = strategies.launch(strategy, layers=1, merges=2)
+    assert figures["ranks"] == (1 if strategy == "one process" else 2)
+    assert len(figures["merges"]) == 3
+    assert any("known" in solver for solver in figures["solvers"])
+    assert all(row.ratio > 0 for row in strategies.strategy_rows(figures)[:3])
