@@ -634,6 +634,28 @@ def test_load_at_end_makes_the_live_weights_what_the_run_ends_with(tmp_path, met
     assert any(not torch.equal(after[name], value) for name, value in live.items())
 
 
+def test_load_at_end_rounds_a_side_soup_of_other_dtypes(tmp_path):
+    config = SoupConfig(
+        merge_every_n_steps=2,
+        method="mean",
+        feed_back=False,
+        gate="none",
+        load_at_end=True,
+        stop_after_step=4,
+    )
+    loop = Loop(tmp_path, config)
+    loop.steps(5)
+    loop.soup.save(tmp_path / "checkpoint")
+    loop.model.to(torch.bfloat16)
+    again = Soup(loop.model, config=config, output_dir=loop.folder, base=loop.base)
+    again.load(tmp_path / "checkpoint")
+    expected = again._run.final().instead
+    again.finish()
+    after = weights_of(loop.model)
+    assert all(value.dtype == torch.bfloat16 for value in after.values())
+    assert all(torch.equal(after[n], expected.tensor(n).bfloat16()) for n in expected.names)
+
+
 def test_a_side_soup_that_was_never_merged_is_no_end(tmp_path):
     config = SoupConfig(merge_every_n_steps=3, feed_back=False, gate="none", rank=2)
     loop = Loop(tmp_path, config)

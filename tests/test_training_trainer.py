@@ -3,6 +3,7 @@ untouched.
 """
 
 import json
+import re
 import shutil
 
 import pytest
@@ -516,3 +517,15 @@ def test_a_metric_that_no_evaluation_gives_is_named_once(base, tmp_path, capfd):
     said = capfd.readouterr().err
     assert said.count("eval_acuracy") == 1
     assert "eval_loss" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"merge_every_n_steps": 5, "gate": "none", "feed_back": False}, ": 1 of this run's 8 "),
+        ({"merge_every_n_steps": 2, "start_after_step": 20}, ": none of this run's 8 .* lower it"),
+    ],
+)
+def test_the_line_for_a_run_too_short_says_why(base, tmp_path, capfd, settings, says):
+    make_trainer(base, tmp_path, [SoupCallback(SoupConfig(**settings))]).train()
+    assert re.search("nothing will be merged" + says, capfd.readouterr().err)

@@ -84,7 +84,8 @@ def finish_run(
         report = _export(run, final, export, step=step, save_companions=save_companions)
     if run.config.load_at_end and final.instead is not None:
         for name in run.store.names:
-            run.store.write(name, final.instead.tensor(name))
+            # A side soup may be of a time when the run had other dtypes.
+            run.store.write(name, final.instead.tensor(name).to(run.store.dtype(name)))
     return report
 
 

@@ -245,10 +245,16 @@ def _advice(config: SoupConfig, max_steps: int) -> str | None:
     """A line for a run that is too short for what it is to do; None if it is not."""
     last = max_steps if config.stop_after_step is None else min(max_steps, config.stop_after_step)
     every = config.merge_every_n_steps
-    points = last // every - config.start_after_step // every
-    # The first only captures; without a gate an evaluation may have captured before.
-    if config.method == "ema" or points >= 2 or (points == 1 and config.gate == "none"):
+    points = max(last // every - config.start_after_step // every, 0)
+    # The first only captures; where metrics choose the partner, an evaluation may have before.
+    has_captured = config.gate == "none" and config.feed_back
+    if config.method == "ema" or points >= 2 or (points == 1 and has_captured):
         return None
+    if points == 0 and config.start_after_step > 0:
+        return (
+            f"nothing will be merged: none of this run's {max_steps} steps is a merge point after "
+            f"start_after_step={config.start_after_step}; lower it, or merge_every_n_steps={every}"
+        )
     return (
         f"nothing will be merged: {points} of this run's {max_steps} steps are merge points, and "
         f"the first only captures; set merge_every_n_steps={every} to a third of the steps or less"
