@@ -529,3 +529,30 @@ def test_a_metric_that_no_evaluation_gives_is_named_once(base, tmp_path, capfd):
 def test_the_line_for_a_run_too_short_says_why(base, tmp_path, capfd, settings, says):
     make_trainer(base, tmp_path, [SoupCallback(SoupConfig(**settings))]).train()
     assert re.search("nothing will be merged" + says, capfd.readouterr().err)
+
+
+class Shrinking(TrainerCallback):
+    """A user's own constraint on the weights, after soupkit has seen them."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.999)
+
+
+@pytest.mark.parametrize("method", ["mean", "ema"])
+@pytest.mark.parametrize("at", [3, 4])
+def test_a_checkpoint_whose_weights_a_later_callback_changed_resumes(base, tmp_path, method, at):
+    def trained(steps, **kwargs):
+        config = SoupConfig(merge_every_n_steps=2, method=method, gate="none")
+        callbacks = [SoupCallback(config), Shrinking()]
+        trainer = make_trainer(
+            base, tmp_path, callbacks, max_steps=steps, save_strategy="steps", save_steps=1
+        )
+        trainer.train(**kwargs)
+        return weights_of(trainer.model)
+
+    whole = trained(6)
+    assert_equal_weights(
+        whole, trained(6, resume_from_checkpoint=str(tmp_path / f"checkpoint-{at}"))
+    )

@@ -67,11 +67,11 @@ def check_resumed(
         )
     expected, dtypes = state.weights, state.dtypes
     place = folder.state_path(state.step)
-    if state.step != step:
-        mark = ranks.on_zero(lambda: folder.read_mark(step))
-        if mark is None:
-            return
+    mark = ranks.on_zero(lambda: folder.read_mark(step))
+    if mark is not None:
         (expected, dtypes), place = mark, folder.mark_path(step)
+    elif state.step != step:
+        return
     # A checksum means something in the same dtypes only. All ranks enter it, and find the same.
     if dtypes == store.dtypes and expected != store.checksum():
         raise TrainingError(

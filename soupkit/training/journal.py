@@ -106,6 +106,8 @@ class Journal:
             self._forget_later_steps()
             if report is not None:
                 self.folder.write_report(report.step, report.to_json())
+            # The state says more of the weights of this step than a mark from before it.
+            self.folder.mark_path(state.step).unlink(missing_ok=True)
             self.folder.write_state(state)
 
         self._ranks.on_zero(write)
@@ -150,6 +152,15 @@ class Journal:
             self.folder.write_mark(step, weights, dtypes)
 
         self._ranks.on_zero(write)
+
+    def mark_changed(self, step: int, state: SoupState) -> None:
+        """After the checkpoint of `step`: note its weights anew, if they are not those noted before
+        it (a later callback changed them, or the optimizer, for an evaluation). Collective.
+        """
+        mark = self._ranks.on_zero(lambda: self.folder.read_mark(step))
+        noted = mark[0] if mark else state.weights
+        if noted != self._store.checksum():
+            self.mark(step)
 
     def store_average(self, average: ShardedSource, step: int) -> None:
         """Write a moving average as that of `step`; a commit at `step` must follow."""

@@ -219,10 +219,11 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
             self._has_seen_metric = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Forget states whose checkpoints were rotated away. Collective."""
+        """Note what the checkpoint holds, forget what rotated ones held. Collective."""
         self._before_checkpoint(state)
-        if self._run is not None:
-            self._run.journal.clean()
+        if (run := self._run) is not None:
+            run.journal.mark_changed(int(state.global_step), run.state)
+            run.journal.clean()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Export the weights that the run ends with. Collective."""
