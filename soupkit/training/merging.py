@@ -102,7 +102,8 @@ def _merged_weight(
     known = None if cuts is None else tuple(cut.to(current.device) for cut in cuts)
     done = merge_with_cuts(name, deltas, rule, known=(None, known))
     wide = torch.promote_types(torch.promote_types(current.dtype, start.dtype), torch.float32)
-    value = start.to(wide) + done.delta.to(wide)
+    # In the delta's own memory: one copy of the largest matrix less.
+    value = done.delta.to(wide).add_(start)
     own, captured = done.cuts
     if own is None or captured is None or rule.rank is None:
         return value, done.report, None

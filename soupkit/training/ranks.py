@@ -7,7 +7,6 @@ becomes an error on all, because a rank that leaves alone makes the others wait 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,9 +63,8 @@ class Ranks:
     def mean(self, value: float) -> float:
         """The mean of a number over ranks, the same bits on each."""
         values = self.gather(value)
-        # fsum refuses infinities of both signs.
-        total = math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
-        return total / len(values)
+        # In the order of ranks, so the same bits; fsum would refuse infinities of both signs.
+        return sum(values) / len(values)
 
     def tell(self, value: str | None) -> None:
         """From rank 0, to every other rank, which must be in `told`."""

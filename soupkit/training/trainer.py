@@ -205,7 +205,8 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
     def _note_missing(self, metrics: dict[str, float]) -> None:
         """Say once that evaluations do not give the metric that is to choose the partner."""
         name, run = self.config.metric_for_best, self._run
-        if self._has_seen_metric or run is None or self.config.gate != "none":
+        is_asked = self.config.gate == "none" and self.config.method != "ema"
+        if self._has_seen_metric or run is None or not is_asked:
             return
         # With several evaluation sets each comes with an event of its own.
         self._evaluations += 1
