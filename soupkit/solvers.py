@@ -17,6 +17,7 @@ scaling, and what to do with the vectors.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,8 @@ _OVERSAMPLE = 8
 # Below this share, what is dropped is measured on A - T_r(A): a difference of energies would lose
 # it to rounding.
 _SMALL_TAIL = 1e-2
+# Entries that are widened at once for a float64 Gram matrix.
+_GRAM_ENTRIES = 2**22
 # Cosine between two columns of a basis that counts as float32 rounding.
 _SKEW = 5e-7
 
@@ -70,8 +73,13 @@ def _eigh(gram: Tensor, count: int | None = None) -> tuple[Tensor, Tensor]:
 
 def _gram64(tall: Tensor) -> tuple[Tensor, Tensor]:
     """Squared singular values and right vectors of tall, by its Gram matrix in float64."""
-    wide = tall.double()
-    return _eigh(wide.T @ wide)
+    gram = torch.zeros(tall.shape[1], tall.shape[1], dtype=torch.float64, device=tall.device)
+    # In blocks of rows: a whole float64 copy would be twice the matrix.
+    rows = max(1, _GRAM_ENTRIES // tall.shape[1])
+    for block in tall.split(rows):  # type: ignore[no-untyped-call]
+        wide = block.double()
+        gram.addmm_(wide.T, wide)
+    return _eigh(gram)
 
 
 def _full(tall: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,7 +202,7 @@ def _krylov(tall: Tensor, basis: Tensor, rank: int, total: float, blocks: int) -
         turn = rotation[:, :rank].float()
         dropped = total - kept[-1]
         if dropped <= _SMALL_TAIL * total:
-            dropped = squared_norm(torch.addmm(tall, image @ turn, (basis @ turn).T, alpha=-1))
+            dropped = _energy_beside(tall, image @ turn, basis @ turn)
         # G basis lies in the basis but for what the last block adds.
         fresh = tall.T @ image[:, -width:]
         fresh -= basis @ (basis.T @ fresh)
@@ -214,6 +222,15 @@ def _krylov(tall: Tensor, basis: Tensor, rank: int, total: float, blocks: int) -
         cross = image.double().T @ image[:, -width:].double()
         gram = torch.cat([torch.cat([gram, cross[:-width]], dim=1), cross.T])
     return None
+
+
+def _energy_beside(tall: Tensor, image: Tensor, vectors: Tensor) -> float:
+    """||tall - image vectors^T||_F^2, in blocks of rows, so that no second matrix is held."""
+    rows = max(1, _GRAM_ENTRIES // tall.shape[1])
+    pairs = zip(tall.split(rows), image.split(rows), strict=True)  # type: ignore[no-untyped-call]
+    return math.fsum(
+        squared_norm(torch.addmm(block, part, vectors.T, alpha=-1)) for block, part in pairs
+    )
 
 
 def _beside(basis: Tensor, fresh: Tensor) -> Tensor:

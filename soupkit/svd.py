@@ -193,7 +193,8 @@ def _scaled(matrix: Tensor) -> tuple[Tensor, int]:
         raise ValueError(f"{matrix.dtype} {tuple(matrix.shape)}: needs a floating matrix [m, n]")
     check_finite("matrix", matrix)
     wide = matrix.detach().to(torch.promote_types(matrix.dtype, torch.float32))
-    peak = wide.abs().amax() if wide.numel() else torch.zeros(())
+    # aminmax, as abs() would be one more matrix
+    peak = torch.stack(torch.aminmax(wide)).abs().amax() if wide.numel() else torch.zeros(())
     exponent = int(torch.frexp(peak.double()).exponent)
     return _unscaled(wide, -exponent), exponent
 

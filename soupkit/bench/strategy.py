@@ -105,34 +105,65 @@ def _engine(model: nn.Module, optimizer: Any, *, stage: int, rows: int) -> nn.Mo
     return engine
 
 
-@contextlib.contextmanager
-def peak_memory(device: torch.device) -> Iterator[list[int]]:
-    """Yields a list that holds, at the end, the bytes in use at most beyond those at the start.
+class Peak:
+    """The most bytes in use inside a `with` block beyond those at its start, in `found`.
 
     Device memory on CUDA; on the CPU the process's own pages (mapped files are none), sampled.
     """
-    found: list[int] = []
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        yield found
-        found.append(torch.cuda.max_memory_allocated(device) - before)
-        return
-    stop, before = threading.Event(), _own_pages()
-    highest = [before]
 
-    def watch() -> None:
-        while not stop.wait(_SAMPLE_SECONDS):
-            highest[0] = max(highest[0], _own_pages())
+    def __init__(self, device: torch.device) -> None:
+        """Args: device: of the model."""
+        self._device = device
+        self._stop = threading.Event()
+        self._is_paused = False
+        self._thread: threading.Thread | None = None
+        self.found = 0
 
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield found
-    finally:
-        stop.set()
-        thread.join()
-        found.append(max(highest) - before)
+    def __enter__(self) -> Peak:
+        """Begin."""
+        self._before = self._highest = self._in_use()
+        self._begin()
+        if self._device.type != "cuda":
+            self._thread = threading.Thread(target=self._watch)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End."""
+        self._take()
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.found = self._highest - self._before
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not look inside the block: the forwards of a gate are not the merge's memory."""
+        self._take()
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def _take(self) -> None:
+        if self._device.type == "cuda":
+            self._highest = max(self._highest, torch.cuda.max_memory_allocated(self._device))
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_SAMPLE_SECONDS):
+            if not self._is_paused:
+                self._highest = max(self._highest, self._in_use())
+
+    def _in_use(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.memory_allocated(self._device)
+        return _own_pages()
 
 
 def _own_pages() -> int:
@@ -152,8 +183,11 @@ def measure(strategy: str, *, layers: int, merges: int, folder: Path) -> dict[st
     batches = torch.randint(0, 49152, (2 * merges + 6, rows, LENGTH), generator=generator)
     batches = batches.to(device)
 
+    peak = Peak(device)
+
     def evaluate() -> float:
-        return float(run.model(input_ids=batches[0], labels=batches[0]).loss)
+        with peak.paused():
+            return float(run.model(input_ids=batches[0], labels=batches[0]).loss)
 
     soup = Soup(
         run.model,
@@ -167,10 +201,11 @@ def measure(strategy: str, *, layers: int, merges: int, folder: Path) -> dict[st
         started = time.perf_counter()
         run.step(batch)
         steps.append(time.perf_counter() - started)
-        with peak_memory(device) as peak:
+        peak = Peak(device)
+        with peak:
             soup.step()
         if index % 2:
-            extra.append(peak[0])
+            extra.append(peak.found)
     soup.finish()
     matrices = soup.reports[-1].matrices
     cut = [matrix for matrix in matrices if matrix.rank]
