@@ -172,6 +172,33 @@ def resumed(folder: Path) -> dict:
     return {"partner": [partner.step, partner.cuts], "files": len(files)}
 
 
+def loaded(folder: Path) -> dict:
+    """A checkpoint that one rank has loaded wrongly; and weights that part after a checkpoint."""
+    live = DistributedDataParallel(model())
+    optimizer = torch.optim.SGD(live.parameters(), lr=0.01)
+    soup = Soup(live, config=CONFIG, output_dir=folder)
+    for _ in range(2):
+        step(live, optimizer)
+        soup.step()
+    run, again = soup._run, Soup(live, config=CONFIG, output_dir=folder)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            live.module[0].bias[0] += 1
+    found = {}
+    for name, act in (
+        ("resumed", lambda: again.resume(2)),
+        ("saved", lambda: run.journal.mark_changed(2, run.state)),
+    ):
+        try:
+            act()
+            found[name] = "nothing"
+        except TrainingError as error:
+            found[name] = str(error)
+        # Nobody waits: the next collective is everybody's.
+        dist.barrier()
+    return found
+
+
 def main() -> None:
     # A rank that waits for ever fails the test sooner than that.
     dist.init_process_group("gloo", timeout=timedelta(seconds=40))
@@ -185,7 +212,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-PARTS = (threads, errors, unpicklable, replicas, stages, resumed)
+PARTS = (threads, errors, unpicklable, replicas, stages, resumed, loaded)
 
 if __name__ == "__main__":
     main()

@@ -55,6 +55,13 @@ def test_no_rank_deletes_what_another_has_just_written(found):
     assert [of_rank["resumed"] for of_rank in found] == [{"partner": [1, 2], "files": 2}] * 2
 
 
+def test_weights_of_one_rank_that_are_others_are_told_on_all(found):
+    """TB07: a checksum of replicas is each rank's own, so no rank may decide by it alone."""
+    for of_rank in found:
+        assert "different weights" in of_rank["loaded"]["resumed"]
+        assert "different weights" in of_rank["loaded"]["saved"]
+
+
 @pytest.mark.parametrize("fault", ["gone", "truncated"])
 def test_cuts_that_are_gone_or_damaged_are_refused_before_anything_is_deleted(tmp_path, fault):
     base = saved_base(tmp_path / "base")

@@ -1,4 +1,5 @@
-"""Merges inside a training run: `SoupCallback` for Trainer, `Soup` for Accelerate and plain loops.
+"""Merges inside a training run: `SoupCallback` for Trainer; `Soup` for Accelerate, DeepSpeed
+engines and plain loops.
 
 Names are imported on first use, so that a plain loop needs neither transformers nor accelerate.
 """

@@ -9,6 +9,7 @@ from soupkit.config import SoupConfig
 from soupkit.errors import TrainingError
 from soupkit.files import PENDING_PREFIX
 from soupkit.training.claim import claim
+from soupkit.training.journal import agreed_checksum
 from soupkit.training.params import ParamStore
 from soupkit.training.ranks import Ranks
 from soupkit.training.snapshot import Snapshot
@@ -72,8 +73,8 @@ def check_resumed(
         (expected, dtypes), place = mark, folder.mark_path(step)
     elif state.step != step:
         return
-    # A checksum means something in the same dtypes only. All ranks enter it, and find the same.
-    if dtypes == store.dtypes and expected != store.checksum():
+    # A checksum means something in the same dtypes only.
+    if dtypes == store.dtypes and expected != agreed_checksum(store, ranks):
         raise TrainingError(
             f"the weights resumed at step {step} are not those of {place}; resume from the "
             "checkpoint of this run, or another one of it, or delete that file to resume from "
@@ -85,7 +86,8 @@ def check_partner(state: SoupState, *, folder: SoupFolder, store: ParamStore, ra
     """Raise TrainingError if a merge would not find what the state says is captured."""
     if state.partner is None:
         return
-    partner = Snapshot(folder.partner_path(state.partner.step))
+    path = folder.partner_path(state.partner.step)
+    partner = ranks.on_each(lambda: Snapshot(path))
     for name in store.names:
         if name not in partner.names or partner.shape(name) != store.shape(name):
             raise TrainingError(

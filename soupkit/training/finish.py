@@ -1,7 +1,7 @@
-"""What a run leaves behind: the weights it ends with as a 1-bit variant in a family.
+"""What a run leaves behind: the weights it ends with, as a 1-bit variant in a family, in the model.
 
-Checked before step 1, so that no training is wasted on a folder that cannot be written or a family
-of another base.
+An export is checked before step 1, so that no training is wasted on a folder that cannot be written
+or a family of another base.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from soupkit.training.served import ShardedSource, on_zero_reading
 from soupkit.training.snapshot import Snapshot, write_tensors
 from soupkit.training.state import Partner, SoupFolder, SoupState
 from soupkit.training.stored_cuts import StoredCuts, write_cuts
-from soupkit.training.undo import InMemory, OnDisk
+from soupkit.training.undo import InMemory, OnDisk, SetAside
 
 
 class Journal:
@@ -56,7 +56,7 @@ class Journal:
         self._resumed_at = resumed_at
         self._undo_in_memory = undo_in_memory
 
-    def set_aside(self) -> OnDisk | InMemory:
+    def set_aside(self) -> SetAside:
         """Copy the live weights, to the undo file, which the next commit deletes, or to memory."""
         if self._undo_in_memory:
             return self._ranks.on_each(lambda: InMemory(self._store))
@@ -159,7 +159,8 @@ class Journal:
         """
         mark = self._ranks.on_zero(lambda: self.folder.read_mark(step))
         noted = mark[0] if mark else state.weights
-        if noted != self._store.checksum():
+        # Agreed on: of replicas each rank sums its own, and all have to take the same way.
+        if noted != agreed_checksum(self._store, self._ranks):
             self.mark(step)
 
     def store_average(self, average: ShardedSource, step: int) -> None:

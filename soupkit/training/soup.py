@@ -38,7 +38,7 @@ from soupkit.training.scoring import Scorer
 from soupkit.training.state import Partner, SoupState
 from soupkit.training.stored_cuts import Found
 from soupkit.training.telling import Teller
-from soupkit.training.undo import InMemory, OnDisk
+from soupkit.training.undo import SetAside
 from soupkit.training.workers import Workers
 
 REFUSALS_BEFORE_ADVICE = 3
@@ -264,7 +264,7 @@ class SoupRun:
         metric: float | None,
         *,
         trial: _Trial,
-        saved: OnDisk | InMemory,
+        saved: SetAside,
         before: str,
     ) -> None:
         """Keep or undo the merge that stands in the live weights; capture the best; commit."""
@@ -317,7 +317,7 @@ class SoupRun:
         self.journal.store_cuts(step, dict(zip(trial.found, cuts, strict=True)))
         return replace(next_partner, cuts=step)
 
-    def _undo(self, saved: OnDisk | InMemory, before: str) -> None:
+    def _undo(self, saved: SetAside, before: str) -> None:
         self.ranks.on_each(lambda: saved.restore(self.store))
         if any(self.ranks.gather(self.store.checksum() != before)):
             raise TrainingError(

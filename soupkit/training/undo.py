@@ -18,6 +18,11 @@ from soupkit.training.snapshot import Snapshot
 class SetAside(Protocol):
     """Weights that can be put back."""
 
+    @property
+    def place(self) -> str:
+        """Where they are, for messages."""
+        ...
+
     def restore(self, store: ParamStore) -> None:
         """Put all of them back, bit for bit. Local."""
         ...
@@ -32,7 +37,7 @@ class OnDisk:
 
     @property
     def place(self) -> str:
-        """For messages."""
+        """See SetAside."""
         return str(self._snapshot.path)
 
     def restore(self, store: ParamStore) -> None:
@@ -50,7 +55,7 @@ class InMemory:
 
     @property
     def place(self) -> str:
-        """For messages."""
+        """See SetAside."""
         return "host memory"
 
     def restore(self, store: ParamStore) -> None:
