@@ -1,6 +1,7 @@
 """Small real checkpoints that many tests share; an environment without network or home folder."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -9,6 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+# Triton reads it when imported: without CUDA its kernels run in the interpreter (triton_bfloat16).
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 MakeLlama = Callable[..., Path]
 MakeFinetune = Callable[..., Path]
