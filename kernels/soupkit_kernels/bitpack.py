@@ -91,7 +91,7 @@ def unpack(packed: Tensor, num_signs: int, dtype: torch.dtype = torch.float32) -
     Raises:
         ValueError: packed is not uint8, or its last axis does not hold K signs.
     """
-    _check_packed(packed, num_signs)
+    check_packed(packed, num_signs)
     direct = dtype.itemsize == 2 and dtype.is_floating_point
     signs = _look_up(packed, dtype) if direct else _look_up(packed, torch.int8).to(dtype)
     return signs[..., :num_signs]
@@ -103,11 +103,11 @@ def unpack_into(packed: Tensor, out: Tensor) -> Tensor:
     Raises:
         ValueError: packed is not uint8, or its last axis does not hold K signs.
     """
-    _check_packed(packed, out.shape[-1])
+    check_packed(packed, out.shape[-1])
     return out.copy_(_look_up(packed, torch.int8)[..., : out.shape[-1]])
 
 
-def _check_packed(packed: Tensor, num_signs: int) -> None:
+def check_packed(packed: Tensor, num_signs: int) -> None:
     """Raise ValueError unless `packed` holds `num_signs` signs a row."""
     if packed.dtype != torch.uint8:
         raise ValueError(f"packed signs are uint8, got {packed.dtype}; pack them first")

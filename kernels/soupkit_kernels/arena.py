@@ -1,0 +1,308 @@
+"""The deltas of one layer in one piece of memory: slots of equal size and a table of what is where.
+
+Every variant of a batch is found through the table, so variants of different encodings mix, and one
+slot takes another variant without a change of any shape or address: a captured CUDA graph stays
+good. A slot is written whole: nothing of what it held remains. Signs lie in the order of files, or
+for the Triton kernels in LANE order (lane.py). Not here: which variant is in which slot, and when
+one may be overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from soupkit_kernels.bitpack import packed_width
+from soupkit_kernels.delta import Delta
+from soupkit_kernels.lane import BLOCK_SIGNS, from_lane, lane_words, to_lane
+
+# Columns of the table. Offsets are bytes from the start of the arena; -1 where a part is absent.
+PLANES, PACKED, SCALE, COLUMN, RANK, DOWN, UP = range(7)
+NUM_COLUMNS = 7
+_EMPTY = (0, -1, -1, -1, 0, -1, -1)
+# Parts begin at multiples of a cache line.
+_ALIGNMENT = 128
+
+
+class DeltaArena:
+    """The slots of one layer.
+
+    A slot holds, in this order and each from a multiple of 128 bytes on:
+        signs   uint8 [P, N, row_bytes], row_bytes ceil(K / 8), or 16 ceil(K / 128) in LANE order
+        scale   float32 [P, N]: one of a matrix is repeated
+        columns float32 [P, K]; in LANE order the weight's dtype [P, 128 ceil(K / 128)], negated,
+                divided by their greatest magnitude (which goes into the scale)
+        down    the weight's dtype [R, K]
+        up      the weight's dtype [R, N], transposed
+    """
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        *,
+        slots: int,
+        slot_bytes: int,
+        planes: int,
+        has_columns: bool,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        is_lane: bool,
+    ) -> None:
+        """All slots are empty.
+
+        Args:
+            slots, slot_bytes: how many and how large; `slot_bytes_for` says what a delta takes.
+            planes, rank: the most that a slot may hold.
+            has_columns: whether slots may hold column scales.
+            dtype: of the layer's weight.
+            is_lane: signs in LANE order, for the Triton kernels.
+        Raises:
+            ValueError: a count is negative.
+        """
+        if min(out_features, in_features, slots, slot_bytes, planes, rank) < 0:
+            raise ValueError(
+                f"sizes {(out_features, in_features, slots, slot_bytes, planes, rank)}: "
+                "none may be negative"
+            )
+        self.out_features, self.in_features = out_features, in_features
+        self.slots, self.slot_bytes = slots, _aligned(slot_bytes)
+        self.planes, self.has_columns, self.rank = planes, has_columns, rank
+        self.dtype, self.is_lane = dtype, is_lane
+        self.data = torch.zeros(slots * self.slot_bytes, dtype=torch.uint8, device=device)
+        self._rows = [_EMPTY] * slots
+        self.table = torch.tensor(self._rows, dtype=torch.int64).view(slots, NUM_COLUMNS).to(device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def is_empty(self, slot: int) -> bool:
+        """Whether the slot acts as the base; known without asking the device."""
+        return self._rows[slot] == _EMPTY
+
+    def row(self, slot: int) -> tuple[int, ...]:
+        """The slot's row of the table; known without asking the device."""
+        return self._rows[slot]
+
+    def put(self, slot: int, delta: Delta) -> None:
+        """Write a delta into a slot; what it held is gone.
+
+        Raises:
+            ValueError: no such slot, another shape, or more than the arena or a slot takes.
+        """
+        self._check(slot, delta)
+        parts = self._stored(delta)
+        row, at = list(_EMPTY), slot * self.slot_bytes
+        row[PLANES], row[RANK] = delta.planes, delta.rank
+        memory = self.data[at : at + self.slot_bytes]
+        used = 0
+        self._set_row(slot, _EMPTY)
+        for column, part in parts.items():
+            row[column] = at + used
+            flat = part.contiguous().view(-1).view(torch.uint8)
+            memory[used : used + flat.numel()].copy_(flat)
+            end = _aligned(used + flat.numel())
+            memory[used + flat.numel() : end].zero_()
+            used = end
+        memory[used:].zero_()
+        self._set_row(slot, tuple(row))
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot: it acts as the base.
+
+        Raises:
+            ValueError: no such slot.
+        """
+        self._check_slot(slot)
+        self._set_row(slot, _EMPTY)
+        self.data[slot * self.slot_bytes : (slot + 1) * self.slot_bytes].zero_()
+
+    def delta(self, slot: int) -> Delta | None:
+        """What a slot holds, in the order of files; None if it is empty.
+
+        Without LANE order these are views, good until the slot is written.
+        """
+        self._check_slot(slot)
+        if self.is_empty(slot):
+            return None
+        rows, columns, row = self.out_features, self.in_features, self._rows[slot]
+        planes, rank = row[PLANES], row[RANK]
+        packed = scale = column_scale = up = down = None
+        if planes:
+            width = self._row_bytes
+            packed = self._part(row[PACKED], torch.uint8, planes, rows, width)
+            if self.is_lane:
+                packed = from_lane(packed.view(torch.int32), columns)
+            scale = self._part(row[SCALE], torch.float32, planes, rows)
+        if row[COLUMN] >= 0:
+            stored = self._part(row[COLUMN], self._column_dtype, planes, self._column_width)
+            column_scale = -stored[:, :columns].float() if self.is_lane else stored
+        if rank:
+            down = self._part(row[DOWN], self.dtype, rank, columns)
+            up = self._part(row[UP], self.dtype, rank, rows).T
+        return Delta(rows, columns, packed, scale, column_scale, up, down)
+
+    def grown(self, *, slots: int, like: Delta | None = None) -> DeltaArena:
+        """A new arena with the same content, more slots, and room for deltas such as `like`."""
+        planes, rank, has_columns = self.planes, self.rank, self.has_columns
+        if like is not None:
+            planes, rank = max(planes, like.planes), max(rank, like.rank)
+            has_columns = has_columns or like.column_scale is not None
+        held = {slot: self.delta(slot) for slot in range(self.slots)}
+        deltas = [delta for delta in (*held.values(), like) if delta is not None]
+        needed = max(
+            (slot_bytes_for(d, dtype=self.dtype, is_lane=self.is_lane, has_columns=has_columns)
+             for d in deltas),
+            default=0,
+        )  # fmt: skip
+        other = DeltaArena(
+            self.out_features, self.in_features, slots=max(slots, self.slots),
+            slot_bytes=max(needed, self.slot_bytes), planes=planes, has_columns=has_columns,
+            rank=rank, dtype=self.dtype, device=self.device, is_lane=self.is_lane,
+        )  # fmt: skip
+        for slot, delta in held.items():
+            if delta is not None:
+                other.put(slot, delta)
+        return other
+
+    @property
+    def _row_bytes(self) -> int:
+        return 4 * lane_words(self.in_features) if self.is_lane else packed_width(self.in_features)
+
+    @property
+    def _column_dtype(self) -> torch.dtype:
+        return self.dtype if self.is_lane else torch.float32
+
+    @property
+    def _column_width(self) -> int:
+        if self.is_lane:
+            return BLOCK_SIGNS * -(-self.in_features // BLOCK_SIGNS)
+        return self.in_features
+
+    def _part(self, at: int, dtype: torch.dtype, *shape: int) -> Tensor:
+        count = dtype.itemsize
+        for size in shape:
+            count *= size
+        return self.data[at : at + count].view(dtype).view(shape)
+
+    def _set_row(self, slot: int, row: tuple[int, ...]) -> None:
+        self._rows[slot] = row
+        self.table[slot] = torch.tensor(row, dtype=torch.int64)
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self.slots:
+            raise ValueError(f"slot {slot}: must be in 0..{self.slots - 1}")
+
+    def _check(self, slot: int, delta: Delta) -> None:
+        self._check_slot(slot)
+        shape = (delta.out_features, delta.in_features)
+        if shape != (self.out_features, self.in_features):
+            raise ValueError(f"a delta {shape}: needs {(self.out_features, self.in_features)}")
+        for name, has, limit in (
+            ("planes", delta.planes, self.planes),
+            ("rank", delta.rank, self.rank),
+            ("column scales", int(delta.column_scale is not None), int(self.has_columns)),
+            ("bytes", self._needed(delta), self.slot_bytes),
+        ):
+            if has > limit:
+                raise ValueError(f"a delta with {name} {has}: a slot takes {limit}; grow the arena")
+
+    def _needed(self, delta: Delta) -> int:
+        return slot_bytes_for(
+            delta, dtype=self.dtype, is_lane=self.is_lane, has_columns=self.has_columns
+        )
+
+    def _stored(self, delta: Delta) -> dict[int, Tensor]:
+        """The parts as they lie in a slot, by column of the table, in order."""
+        parts: dict[int, Tensor] = {}
+        device = self.device
+        if delta.packed is not None and delta.scale is not None:
+            packed = delta.packed.to(device)
+            parts[PACKED] = to_lane(packed, self.in_features) if self.is_lane else packed
+            scale = delta.scale.to(device).expand(-1, self.out_features)
+            columns = None if delta.column_scale is None else delta.column_scale.to(device)
+            if self.is_lane and self.has_columns:
+                if columns is None:
+                    columns = scale.new_ones(delta.planes, self.in_features)
+                # In float16 small scales would lose bits or vanish.
+                top = columns.abs().amax(dim=1, keepdim=True) if self.in_features else columns
+                top = torch.where(top > 0, top, 1.0) if self.in_features else scale.new_ones(1, 1)
+                scale = scale * top
+                stored = columns.new_zeros(delta.planes, self._column_width, dtype=self.dtype)
+                stored[:, : self.in_features] = -columns / top
+                columns = stored
+            parts[SCALE] = scale
+            if columns is not None:
+                parts[COLUMN] = columns
+        if delta.down is not None and delta.up is not None:
+            parts[DOWN] = delta.down.to(device, self.dtype)
+            parts[UP] = delta.up.to(device, self.dtype).T
+        return parts
+
+
+def slot_bytes_for(
+    delta: Delta, *, dtype: torch.dtype, is_lane: bool, has_columns: bool = False
+) -> int:
+    """Bytes that a delta takes in a slot of an arena of that kind."""
+    rows, columns, planes = delta.out_features, delta.in_features, delta.planes
+    if is_lane:
+        sizes = [planes * rows * 4 * lane_words(columns), planes * rows * 4]
+        if has_columns or delta.column_scale is not None:
+            sizes.append(planes * BLOCK_SIGNS * -(-columns // BLOCK_SIGNS) * dtype.itemsize)
+    else:
+        sizes = [planes * rows * packed_width(columns), planes * rows * 4]
+        if delta.column_scale is not None:
+            sizes.append(planes * columns * 4)
+    sizes += [delta.rank * columns * dtype.itemsize, delta.rank * rows * dtype.itemsize]
+    return sum(map(_aligned, sizes))
+
+
+def arena_of(
+    deltas: Sequence[Delta | None],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    is_lane: bool | None = None,
+) -> DeltaArena:
+    """An arena with a slot for each delta, as large as the largest needs.
+
+    Args:
+        deltas: of one layer, at least one; None leaves a slot empty.
+        dtype, device: of the layer's weight.
+        is_lane: LANE order; None: on a GPU only.
+    Raises:
+        ValueError: no delta, or one of another shape.
+    """
+    there = [delta for delta in deltas if delta is not None]
+    if not there:
+        raise ValueError("no delta: the shape of the layer is unknown; make a DeltaArena")
+    if is_lane is None:
+        is_lane = torch.device(device).type == "cuda"
+    has_columns = any(delta.column_scale is not None for delta in there)
+    arena = DeltaArena(
+        there[0].out_features,
+        there[0].in_features,
+        slots=len(deltas),
+        slot_bytes=max(
+            slot_bytes_for(delta, dtype=dtype, is_lane=is_lane, has_columns=has_columns)
+            for delta in there
+        ),
+        planes=max(delta.planes for delta in there),
+        has_columns=has_columns,
+        rank=max(delta.rank for delta in there),
+        dtype=dtype,
+        device=device,
+        is_lane=is_lane,
+    )
+    for slot, delta in enumerate(deltas):
+        if delta is not None:
+            arena.put(slot, delta)
+    return arena
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
