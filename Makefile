@@ -8,7 +8,13 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-slow lint format types clean
+# The oldest triton that is supported lies beside the venv, which holds the newest: slow tests put the
+# folder in front of it. Its interpreter needs a numpy below 2.4. There are wheels for this platform only.
+ifeq ($(shell uname -sm),Linux x86_64)
+OLD_TRITON := .triton-3.6/.installed
+endif
+
+.PHONY: demo test test-slow old-triton lint format types clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,13 +24,20 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
+.triton-3.6/.installed: | $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .triton-3.6 \
+		triton==3.6.0 "numpy==2.3.5; python_version >= '3.11'"
+	touch $@
+
+old-triton: $(OLD_TRITON)
+
 demo: $(VENV)/.installed
 	$(BIN)/python recipes/demo.py --out demo
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.installed
+test-slow: $(VENV)/.installed $(OLD_TRITON)
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 lint: $(VENV)/.installed
@@ -39,4 +52,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .triton-3.6 build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
