@@ -73,8 +73,34 @@ class DeltaArena:
         self.planes, self.has_columns, self.rank = planes, has_columns, rank
         self.dtype, self.is_lane = dtype, is_lane
         self.data = torch.zeros(slots * self.slot_bytes, dtype=torch.uint8, device=device)
+        # A copy of the table on the host, so that nobody has to ask the device.
         self._rows = [_EMPTY] * slots
         self.table = torch.tensor(self._rows, dtype=torch.int64).view(slots, NUM_COLUMNS).to(device)
+
+    @classmethod
+    def over(
+        cls,
+        data: Tensor,
+        table: Tensor,
+        *,
+        out_features: int,
+        in_features: int,
+        planes: int,
+        has_columns: bool,
+        rank: int,
+        dtype: torch.dtype,
+        is_lane: bool,
+    ) -> DeltaArena:
+        """The arena whose `data` and `table` these are, to be read: what an operator is given."""
+        arena = cls(
+            out_features, in_features, slots=0, slot_bytes=0, planes=planes,
+            has_columns=has_columns, rank=rank, dtype=dtype, device=data.device, is_lane=is_lane,
+        )  # fmt: skip
+        arena.data, arena.table, arena.slots = data, table, table.shape[0]
+        arena.slot_bytes = data.numel() // max(1, arena.slots)
+        # The Triton path never reads it, and a GPU would have to be waited for.
+        arena._rows = [] if is_lane else [tuple(row) for row in table.tolist()]
+        return arena
 
     @property
     def device(self) -> torch.device:

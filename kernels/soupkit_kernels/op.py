@@ -1,122 +1,306 @@
-"""The multi-variant linear: checks what it is given, then takes the fastest path of this machine.
+"""The multi-variant layers: check what they are given, then take the fastest path of this machine.
 
-The equation is in naive.py. Inference only: there is no backward.
+The equations are in naive.py. Inference only: there is no backward. Paths:
+- triton: a GPU, an arena in LANE order (triton_path.py);
+- native: a CPU, the C library (native_path.py);
+- torch: anything else (torch_path.py).
+Under torch.compile the layers are the operators soupkit::delta_linear, soupkit::add_delta_ and
+soupkit::delta_embedding, which it does not look into.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from soupkit_kernels import native
-from soupkit_kernels.bitpack import packed_width
-from soupkit_kernels.cpu import torch_delta_linear
-from soupkit_kernels.fused import fused_delta_linear, why_not
+from soupkit_kernels import native, native_path, torch_path
+from soupkit_kernels.arena import DeltaArena
+from soupkit_kernels.plan import Groups, Long, Plan, plan
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def path_name(weight: Tensor, packed: Sequence[Tensor] = ()) -> str:
-    """The path that `delta_linear` takes for such a weight and variants, for logs and benchmarks.
+def path_name(arena: DeltaArena, weight: Tensor | None = None) -> str:
+    """The path that the layer of an arena takes, for logs and benchmarks.
 
+    Args:
+        weight: of the layer; without it, one of contiguous rows is meant.
     Returns:
-        "native" and the instruction set, or "torch" and why: "native avx512_bf16",
+        "triton", "native" and the instruction set, or "torch" and why: "native avx512_bf16",
         "torch: SOUPKIT_KERNEL=torch".
     """
-    library = native.load() if weight.is_cpu else f"tensors on {weight.device}"
-    reason = why_not(library, weight, packed)
+    if arena.is_lane:
+        return "triton"
+    library = native.load() if arena.data.is_cpu else f"tensors on {arena.device}"
+    reason = native_path.why_not(library, arena, weight)
     if reason is None and not isinstance(library, str):
-        return f"native {library.isa_name(weight.dtype)}"
+        return f"native {library.isa_name(arena.dtype)}"
     return f"torch: {reason}"
 
 
 def delta_linear(
     x: Tensor,  # [..., K]
     weight: Tensor,  # [N, K]
-    packed: Sequence[Tensor],  # per variant uint8 [P, N, ceil(K / 8)]
-    scale: Sequence[Tensor],  # per variant float32 [P, N] or [P, 1]
-    variant_index: Tensor,  # int64 [...]; -1 is the base
+    arena: DeltaArena,
+    variants: Tensor | Plan,  # int64 [...], -1 is the base; or the plan of the step
     bias: Tensor | None = None,  # [N]
 ) -> Tensor:  # [..., N] in x's dtype
     """x times the effective weight of each token's variant.
 
     Args:
-        x: float16, bfloat16, float32 or float64, at least one axis; weight and bias have its dtype.
-        packed, scale: one entry a variant, all on x's device; variants may differ in P and in the
-            scale's form.
-        variant_index: variant of each token, shaped like x without its last axis; -1 is the base.
+        x: float16, bfloat16, float32 or float64, at least one axis; weight, bias and the arena have
+            its dtype and device.
+        variants: slot of each token, shaped like x without its last axis; -1, and an empty slot, are
+            the base. A plan serves all layers of a step and saves its making in each.
     Returns:
         A fresh tensor; row t depends on nothing but x[t] and its variant.
     Raises:
-        ValueError: a shape, dtype, device or index does not fit.
-        RuntimeError: x requires grad while gradients are on.
+        ValueError: a shape, dtype, device or variant does not fit. (On a GPU a variant out of range
+            gives NaN: nothing waits for the device.)
+        RuntimeError: a gradient would be required.
     """
-    _check_tokens(x, weight, variant_index, bias)
-    _check_variants(x, weight, packed, scale)
-    if variant_index.numel():
-        low, high = (int(bound) for bound in torch.aminmax(variant_index))
-        if low < -1 or high >= len(packed):
-            raise ValueError(
-                f"variant_index from {low} to {high}: must be in -1..{len(packed) - 1}"
-            )
-    library = native.load() if x.is_cpu else f"tensors on {x.device}"
+    _check(x, weight, arena, bias)
+    step = _plan_for(variants, x.shape[:-1], arena)
+    if torch.compiler.is_compiling():
+        y: Tensor = torch.ops.soupkit.delta_linear(x, weight, bias, *_operands(arena, step))
+        return y
+    return _linear(x, weight, bias, arena, step)
+
+
+def add_delta_(y: Tensor, x: Tensor, arena: DeltaArena, variants: Tensor | Plan) -> Tensor:
+    """y[t] += x[t] D_v^T in place, in float32, rounded once: for a base that another kernel computes.
+
+    A quantised base's own product gives y; tokens of the base keep theirs.
+
+    Args:
+        y: [..., N] contiguous, in x's dtype. Others as `delta_linear` has them.
+    Returns:
+        y.
+    Raises:
+        ValueError, RuntimeError: as `delta_linear`.
+    """
+    _check(x, None, arena, None)
+    _check_no_gradient(y)
+    if y.dtype != x.dtype or y.shape != (*x.shape[:-1], arena.out_features):
+        raise ValueError(
+            f"y {y.dtype} {tuple(y.shape)}: needs {x.dtype} "
+            f"{(*x.shape[:-1], arena.out_features)}"
+        )
+    if not y.is_contiguous() or y.device != x.device:
+        raise ValueError(f"y on {y.device}, strides {y.stride()}: needs {x.device}, contiguous")
+    step = _plan_for(variants, x.shape[:-1], arena)
+    if torch.compiler.is_compiling():
+        torch.ops.soupkit.add_delta_(y, x, *_operands(arena, step))
+    else:
+        _add(y, x, arena, step)
+    return y
+
+
+def delta_embedding(
+    ids: Tensor,  # int64 [...]
+    weight: Tensor,  # [N, K]
+    arena: DeltaArena,
+    variants: Tensor | Plan,  # int64 [...], -1 is the base; or the plan of the step
+) -> Tensor:  # [..., K] in the weight's dtype
+    """The row of each token's variant: of the base plus its delta, summed in float32, rounded once.
+
+    Args:
+        ids: rows, within 0..N-1.
+        variants: slot of each token, shaped like ids.
+    Raises:
+        ValueError, RuntimeError: as `delta_linear`.
+    """
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"ids {ids.dtype}: needs int64 or int32")
+    _check_weight(weight, arena, ids.device)
+    _check_no_gradient(weight)
+    step = _plan_for(variants, ids.shape, arena)
+    if torch.compiler.is_compiling():
+        rows: Tensor = torch.ops.soupkit.delta_embedding(ids, weight, *_operands(arena, step))
+        return rows
+    return _embedding(ids, weight, arena, step)
+
+
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, arena: DeltaArena, step: Plan
+) -> Tensor:
+    tokens = x.reshape(step.num_tokens, arena.in_features)
     with torch.no_grad():
-        if not isinstance(library, str) and why_not(library, weight, packed) is None:
-            return fused_delta_linear(library, x, weight, packed, scale, variant_index, bias)
-        return torch_delta_linear(x, weight, packed, scale, variant_index, bias)
+        if arena.is_lane:
+            from soupkit_kernels import triton_path
+
+            y = triton_path.linear(tokens, weight, bias, arena, step)
+        else:
+            library = native.load() if x.is_cpu else f"tensors on {x.device}"
+            if not isinstance(library, str) and not native_path.why_not(library, arena, weight):
+                y = native_path.linear(library, tokens, weight, bias, arena, step)
+            else:
+                y = torch_path.linear(tokens, weight, bias, arena, step)
+    return y.reshape(*x.shape[:-1], arena.out_features)
 
 
-def _check_tokens(x: Tensor, weight: Tensor, variant_index: Tensor, bias: Tensor | None) -> None:
-    """Raise unless x, weight, variant_index and bias fit together."""
-    if x.requires_grad and torch.is_grad_enabled():
+def _add(y: Tensor, x: Tensor, arena: DeltaArena, step: Plan) -> None:
+    tokens = x.reshape(step.num_tokens, arena.in_features)
+    rows = y.view(step.num_tokens, arena.out_features)
+    with torch.no_grad():
+        if arena.is_lane:
+            from soupkit_kernels import triton_path
+
+            triton_path.add(rows, tokens, arena, step)
+            return
+        library = native.load() if x.is_cpu else f"tensors on {x.device}"
+        if not isinstance(library, str) and not native_path.why_not(library, arena, None):
+            native_path.add(library, rows, tokens, arena, step)
+        else:
+            torch_path.add(rows, tokens, arena, step)
+
+
+def _embedding(ids: Tensor, weight: Tensor, arena: DeltaArena, step: Plan) -> Tensor:
+    with torch.no_grad():
+        if arena.is_lane:
+            from soupkit_kernels import triton_path
+
+            rows = triton_path.embedding(ids.reshape(-1), weight, arena, step)
+        else:
+            rows = torch_path.embedding(ids.reshape(-1), weight, arena, step)
+    return rows.view(*ids.shape, arena.in_features)
+
+
+def _plan_for(variants: Tensor | Plan, lead: torch.Size, arena: DeltaArena) -> Plan:
+    """The plan given, or one of these variants, fit for the arena."""
+    if isinstance(variants, Tensor):
+        if variants.shape != lead:
+            raise ValueError(f"variants {tuple(variants.shape)}: needs {tuple(lead)}")
+        return plan(
+            variants, slots=arena.slots, planes=arena.planes, device=arena.device,
+            is_lane=arena.is_lane,
+        )  # fmt: skip
+    if variants.num_tokens != lead.numel():
+        raise ValueError(f"a plan of {variants.num_tokens} tokens for {tuple(lead)}")
+    if variants.slots > arena.slots or variants.planes < arena.planes:
+        raise ValueError(
+            f"a plan for {variants.slots} slots and {variants.planes} planes, an arena of "
+            f"{arena.slots} and {arena.planes}: make it for the most planes and least slots of all"
+        )
+    return variants
+
+
+def _check(x: Tensor, weight: Tensor | None, arena: DeltaArena, bias: Tensor | None) -> None:
+    """Raise unless x, weight, bias and the arena fit together."""
+    _check_no_gradient(x, weight, bias)
+    if x.ndim == 0 or x.shape[-1] != arena.in_features:
+        raise ValueError(f"x {tuple(x.shape)}: needs [..., {arena.in_features}]")
+    if x.dtype not in _FLOATS or x.dtype != arena.dtype or x.device != arena.device:
+        raise ValueError(
+            f"x {x.dtype} on {x.device}: needs the arena's {arena.dtype} on {arena.device}"
+        )
+    if weight is not None:
+        _check_weight(weight, arena, x.device)
+    if bias is not None and (bias.dtype != x.dtype or tuple(bias.shape) != (arena.out_features,)):
+        raise ValueError(
+            f"bias {bias.dtype} {tuple(bias.shape)}: needs {x.dtype} ({arena.out_features},)"
+        )
+
+
+def _check_weight(weight: Tensor, arena: DeltaArena, device: torch.device) -> None:
+    shape = (arena.out_features, arena.in_features)
+    if tuple(weight.shape) != shape or weight.dtype != arena.dtype:
+        raise ValueError(
+            f"weight {weight.dtype} {tuple(weight.shape)}: needs the arena's {arena.dtype} {shape}"
+        )
+    if weight.device != device or arena.device != device:
+        raise ValueError(f"weight on {weight.device}, arena on {arena.device}: need {device}")
+
+
+def _check_no_gradient(*tensors: Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise RuntimeError(
-            "delta_linear has no backward: call it under torch.no_grad() or detach x"
-        )
-    if (
-        x.dtype not in _FLOATS
-        or weight.dtype != x.dtype
-        or (bias is not None and bias.dtype != x.dtype)
-    ):
-        dtypes = [x.dtype, weight.dtype, None if bias is None else bias.dtype]
-        raise ValueError(f"x, weight, bias are {dtypes}: need one floating dtype for all")
-    if x.ndim == 0 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: need [..., K] and [N, K]"
-        )
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ValueError(f"bias {tuple(bias.shape)}: needs ({weight.shape[0]},)")
-    if variant_index.dtype != torch.int64 or variant_index.shape != x.shape[:-1]:
-        raise ValueError(
-            f"variant_index {variant_index.dtype} {tuple(variant_index.shape)}: "
-            f"needs int64 {tuple(x.shape[:-1])}"
+            "this layer has no backward: call it under torch.no_grad(); naive.py has gradients"
         )
 
 
-def _check_variants(
-    x: Tensor, weight: Tensor, packed: Sequence[Tensor], scale: Sequence[Tensor]
-) -> None:
-    """Raise unless each variant's signs and scales fit the weight."""
-    if len(packed) != len(scale):
-        raise ValueError(
-            f"{len(packed)} packed and {len(scale)} scale entries: need one of each a variant"
-        )
-    rows, width = weight.shape[0], packed_width(weight.shape[1])
-    for variant, (signs, alpha) in enumerate(zip(packed, scale, strict=True)):
-        planes = signs.shape[0] if signs.ndim else 0
-        if signs.dtype != torch.uint8 or planes < 1 or tuple(signs.shape) != (planes, rows, width):
-            raise ValueError(
-                f"packed[{variant}] {signs.dtype} {tuple(signs.shape)}: "
-                f"needs uint8 [planes >= 1, {rows}, {width}]"
-            )
-        if alpha.dtype != torch.float32 or tuple(alpha.shape) not in ((planes, rows), (planes, 1)):
-            raise ValueError(
-                f"scale[{variant}] {alpha.dtype} {tuple(alpha.shape)}: "
-                f"needs float32 [{planes}, {rows}] or [{planes}, 1]"
-            )
-        if signs.device != x.device or alpha.device != x.device:
-            raise ValueError(
-                f"variant {variant} is on {signs.device} and {alpha.device}, x on {x.device}: "
-                "move it there"
-            )
+# -- the operators of torch.compile: an arena and a plan as tensors and numbers --
+
+_OPERANDS = (
+    "Tensor data, Tensor table, int[] layout, Tensor index, Tensor[] groups, int block_m, "
+    "int[] long_variants, Tensor[] long_rows"
+)
+_library = torch.library.Library("soupkit", "FRAGMENT")
+_library.define(
+    f"delta_linear(Tensor x, Tensor weight, Tensor? bias, {_OPERANDS}) -> Tensor"
+)
+_library.define(f"add_delta_(Tensor(a!) y, Tensor x, {_OPERANDS}) -> ()")
+_library.define(f"delta_embedding(Tensor ids, Tensor weight, {_OPERANDS}) -> Tensor")
+
+
+def _operands(arena: DeltaArena, step: Plan) -> tuple[Any, ...]:
+    """An arena and a plan in the operators' types; `_layer` is the inverse."""
+    layout = [
+        arena.out_features, arena.in_features, arena.planes, int(arena.has_columns), arena.rank,
+        int(arena.is_lane),
+    ]  # fmt: skip
+    tensors, block_m = [], 0
+    if step.groups is not None:
+        there = step.groups
+        tensors = [there.order, there.variants, there.starts, there.members, there.locks]
+        block_m = there.block_m
+    long = [part.variant for part in step.long]
+    rows = [part.rows for part in step.long if part.rows is not None]
+    return arena.data, arena.table, layout, step.index, tensors, block_m, long, rows
+
+
+def _layer(
+    dtype: torch.dtype,
+    data: Tensor,
+    table: Tensor,
+    layout: list[int],
+    index: Tensor,
+    groups: list[Tensor],
+    block_m: int,
+    long_variants: list[int],
+    long_rows: list[Tensor],
+) -> tuple[DeltaArena, Plan]:
+    out_features, in_features, planes, has_columns, rank, is_lane = layout
+    arena = DeltaArena.over(
+        data, table, out_features=out_features, in_features=in_features, planes=planes,
+        has_columns=bool(has_columns), rank=rank, dtype=dtype, is_lane=bool(is_lane),
+    )  # fmt: skip
+    rows = long_rows or [None] * len(long_variants)
+    long = tuple(Long(v, r) for v, r in zip(long_variants, rows, strict=True))
+    there = Groups(*groups, block_m=block_m) if groups else None
+    return arena, Plan(index, None, arena.slots, planes, there, long)
+
+
+def _linear_operator(x: Tensor, weight: Tensor, bias: Tensor | None, *operands: Any) -> Tensor:
+    return _linear(x, weight, bias, *_layer(x.dtype, *operands))
+
+
+def _add_operator(y: Tensor, x: Tensor, *operands: Any) -> None:
+    _add(y, x, *_layer(x.dtype, *operands))
+
+
+def _embedding_operator(ids: Tensor, weight: Tensor, *operands: Any) -> Tensor:
+    return _embedding(ids, weight, *_layer(weight.dtype, *operands))
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("delta_linear", _linear_operator, _device)
+    _library.impl("add_delta_", _add_operator, _device)
+    _library.impl("delta_embedding", _embedding_operator, _device)
+
+
+@torch.library.register_fake("soupkit::delta_linear", lib=_library)
+def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@torch.library.register_fake("soupkit::add_delta_", lib=_library)
+def _add_shape(*_: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("soupkit::delta_embedding", lib=_library)
+def _embedding_shape(ids: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return weight.new_empty(*ids.shape, weight.shape[1])
