@@ -1,9 +1,26 @@
 """The multi-variant one-bit linear and its bit layout. Depends on torch alone, never on soupkit.
 
-y[t] = x[t] W^T + scale_v * (S_v x[t]),   v = variant_index[t]
+y[t] = x[t] (W + D_v)^T,   D_v = sum_p diag(scale_p) S_p diag(column_scale_p) + up down,
+v = variants[t];   -1 is the base
 """
 
+from soupkit_kernels.arena import DeltaArena, arena_of
 from soupkit_kernels.bitpack import pack, packed_width, unpack
-from soupkit_kernels.op import delta_linear, path_name
+from soupkit_kernels.delta import Delta
+from soupkit_kernels.op import add_delta_, delta_embedding, delta_linear, path_name
+from soupkit_kernels.plan import Plan, plan
 
-__all__ = ["delta_linear", "pack", "packed_width", "path_name", "unpack"]
+__all__ = [
+    "Delta",
+    "DeltaArena",
+    "Plan",
+    "add_delta_",
+    "arena_of",
+    "delta_embedding",
+    "delta_linear",
+    "pack",
+    "packed_width",
+    "path_name",
+    "plan",
+    "unpack",
+]
