@@ -1,0 +1,229 @@
+"""The fused multi-variant linear on a GPU: base and packed signs in one pass over the weight.
+
+    y[t, n] = sum_k W[n, k] x[t, k]                                        base
+            + sum_p row_v[p, n] sum_k S_v[p, n, k] column_v[p, k] x[t, k]  term, one a plane
+            + sum_r up_v[n, r] low[t, r] + bias[n]                         v = variant of token t
+
+A program owns BLOCK_N output rows, one slice of K and one group of at most BLOCK_M tokens. The
+operands are swapped: weights are the first operand of the dot, so that a warp group multiplies 64
+of them at once however few tokens there are, and signs go from packed words to the tensor cores
+through registers alone. Every term is multiplied with all tokens of the group; the epilogue picks
+the columns (tokens) that are of the term's variant. Nothing is ever multiplied by 0 to hide it: an
+inf or NaN of one token stays in its row.
+
+Signs come in LANE order (bitpack.py): a lane of the tensor core finds the signs of its 32 inputs of
+128 in one word. A shift and one LOP3 (mask, then xor) make two 16-bit values, +-1 or +-column.
+
+Split K: each program stores its float32 sums, then counts itself in at the lock of its (group,
+tile). The last one adds the sums in the order of the splits and sets the lock back to 0; the result
+does not depend on which one was last.
+
+Legend: T tokens, K in_features, N out_features, P planes of the arena, R rank, G groups, C variants
+of a group. The arena, its table and the plan are described in arena.py and plan.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Columns of the arena's table (arena.py). A kernel reads globals only if they are constexpr.
+_WIDTH = tl.constexpr(7)
+_PLANES = tl.constexpr(0)
+_PACKED = tl.constexpr(1)
+_SCALE = tl.constexpr(2)
+_COLUMN = tl.constexpr(3)
+_RANK = tl.constexpr(4)
+_UP = tl.constexpr(6)
+
+_TOP_BITS = tl.constexpr(-0x7FFF8000)  # 0x80008000 as int32: the sign bits of a 16-bit pair
+_TOP_BIT = tl.constexpr(-0x80000000)
+
+
+@triton.jit
+def find_term(t, table, members, slots, planes, variants_per_group):
+    """Term t of a group whose members start at `members`: its variant, its plane and whether it
+    has any signs (it has none where the group or the variant has fewer)."""
+    variant = tl.load(members + t // planes, mask=t // planes < variants_per_group, other=-1)
+    known = (variant >= 0) & (variant < slots)
+    count = tl.load(table + variant * _WIDTH + _PLANES, mask=known, other=0)
+    return variant, t % planes, t % planes < count
+
+
+@triton.jit
+def make_signs(words, flip, dtype: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """LANE words int32 [BLOCK_N, BLOCK_K / 32] -> [BLOCK_N, BLOCK_K] of dtype.
+
+    flip: the value of a 0, negated column scale or -1, as int32: a scalar, or [1, BLOCK_K / 2]
+    pairs of a 16-bit dtype, or [1, BLOCK_K] of float32. A 1 gives the opposite.
+    """
+    shift = 15 - tl.arange(0, 16)
+    lanes = tl.reshape(words, (BLOCK_N, BLOCK_K // 128, 4))[:, :, None, :]
+    pairs = tl.reshape((lanes << shift[None, None, :, None]) & _TOP_BITS, (BLOCK_N, BLOCK_K // 2))
+    if dtype == tl.float32:
+        wide = tl.join(pairs << 16, pairs & _TOP_BIT)
+        return (tl.reshape(wide, (BLOCK_N, BLOCK_K)) ^ flip).to(dtype, bitcast=True)
+    pairs = pairs ^ flip
+    even = pairs.to(tl.int16).to(dtype, bitcast=True)
+    odd = (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
+    return tl.reshape(tl.join(even, odd), (BLOCK_N, BLOCK_K))
+
+
+@triton.jit
+def open_terms(
+    words, table, members, n, N, row_words, slots, planes, variants_per_group,
+    TERMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, K_PER_WORD: tl.constexpr,
+):  # fmt: skip
+    """For each term: zero sums, pointers to its rows of words [BLOCK_N, 1], the first row that is
+    not there (0 for an unused term: it loads nothing) and a pointer to its column scales."""
+    sums = ()
+    rows = ()
+    limits = ()
+    columns = ()
+    for t in tl.static_range(TERMS):
+        variant, plane, used = find_term(t, table, members, slots, planes, variants_per_group)
+        entry = table + variant * _WIDTH
+        signs = tl.load(entry + _PACKED, mask=used, other=0) // 4
+        column = tl.load(entry + _COLUMN, mask=used, other=0) // 4
+        row = plane.to(tl.int64) * N + n.to(tl.int64)
+        sums = sums + (tl.zeros((BLOCK_N, BLOCK_M), tl.float32),)
+        rows = rows + (words + signs + row[:, None] * row_words,)
+        limits = limits + (tl.where(used, N, 0),)
+        columns = columns + (words + column + plane * (row_words * 32 // K_PER_WORD),)
+    return sums, rows, limits, columns
+
+
+@triton.jit
+def add_low_rank(
+    acc, low, values, table, members, token, variant_of, n, N, slots, variants_per_group, rank,
+):  # fmt: skip
+    """acc [BLOCK_N, BLOCK_M] + up_v[n, :] . low[t, :] for the tokens t of each member v."""
+    size: tl.constexpr = values.dtype.element_ty.primitive_bitwidth // 8
+    for c in range(variants_per_group):
+        variant = tl.load(members + c)
+        known = (variant >= 0) & (variant < slots)
+        entry = table + variant * _WIDTH
+        up = values + tl.load(entry + _UP, mask=known, other=0) // size + n
+        mine = (variant_of == variant) & (variant_of >= 0)
+        for r in range(tl.load(entry + _RANK, mask=known, other=0).to(tl.int32)):
+            left = tl.load(up + r.to(tl.int64) * N, mask=n < N, other=0.0).to(tl.float32)
+            right = tl.load(low + token * rank + r, mask=mine, other=0.0)
+            acc = tl.where(mine[None, :], acc + left[:, None] * right[None, :], acc)
+    return acc
+
+
+@triton.jit
+def add_splits(acc, partials, lock, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Leave this program's acc at its place of partials [splits, BLOCK_N, BLOCK_M].
+
+    Returns the sum over all splits and True in the last program to come, else acc and False.
+    """
+    cell = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    tl.store(partials + tl.program_id(2) * (BLOCK_N * BLOCK_M) + cell, acc)
+    # All threads' stores come before the one thread's release.
+    tl.debug_barrier()
+    last = tl.atomic_add(lock, 1, sem="acq_rel") == tl.num_programs(2) - 1
+    if last:
+        tl.store(lock, 0)
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for split in range(tl.num_programs(2)):
+            # .cg: from L2; L1 is not coherent.
+            acc += tl.load(partials + split * (BLOCK_N * BLOCK_M) + cell, cache_modifier=".cg")
+    return acc, last
+
+
+@triton.jit(
+    do_not_specialize=["slots", "planes", "variants_per_group", "rank", "flip"],
+    # Parts of one small tensor: their alignment changes with the number of tokens.
+    do_not_specialize_on_alignment=["order", "variants", "starts", "members", "locks"],
+)
+def delta_linear_kernel(
+    x, w, bias, y,  # [T, K], [N, K], [N], [T, N]; the last axis contiguous
+    words, floats, values,  # the arena's bytes as int32, float32 and x's dtype
+    table,  # int64 [slots, 7]
+    low,  # float32 [T, rank]: down_v x[t]
+    order, variants, starts, members,  # the plan: int32 [T], [T], [G + 1], [G, C]
+    partials,  # float32 [G, tiles of N, splits, BLOCK_N, BLOCK_M]
+    locks,  # int32 [>= G * tiles of N] zeros, left zero
+    N, K, stride_x, stride_w, stride_y,  # strides of rows, in elements
+    split_width,  # inputs of a split, a multiple of BLOCK_K
+    slots, planes, variants_per_group, rank,
+    flip,  # int32: -1 twice in a 16-bit dtype, once in float32; as a constant it costs a LOP3
+    TERMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    IS_EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K
+    SPLIT_K: tl.constexpr,  # else partials and locks are None
+    HAS_BASE: tl.constexpr,  # else w is None and the sum is added to what y holds
+    HAS_BIAS: tl.constexpr, HAS_COLUMNS: tl.constexpr, HAS_LOW_RANK: tl.constexpr,
+):  # fmt: skip
+    """Grid (G, tiles of N, splits): groups, the fastest axis, find a weight tile in L2."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    K_PER_WORD: tl.constexpr = 1 if dtype == tl.float32 else 2
+    group = tl.program_id(0)
+    first = tl.load(starts + group)
+    count = tl.load(starts + group + 1) - first
+    if count <= 0:
+        return
+    members += group * variants_per_group
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    token = tl.load(order + first + m, mask=m < count, other=0).to(tl.int64)
+    k_of = tl.arange(0, BLOCK_K)
+    word_of = tl.arange(0, BLOCK_K // 32)
+    column_of = tl.arange(0, BLOCK_K // K_PER_WORD)
+    row_words = tl.cdiv(K, 128) * 4
+    x_rows = x + token[None, :] * stride_x
+    if HAS_BASE:
+        w_rows = w + n.to(tl.int64)[:, None] * stride_w
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    sums, word_rows, limits, columns = open_terms(
+        words, table, members, n, N, row_words, slots, planes, variants_per_group,
+        TERMS, BLOCK_M, BLOCK_N, K_PER_WORD,
+    )  # fmt: skip
+    k_first = tl.program_id(2) * split_width
+    for k in range(k_first, tl.minimum(K, k_first + split_width), BLOCK_K):
+        k_end = BLOCK_K if IS_EVEN_K else K - k
+        x_mask = (m < count)[None, :] & (k_of < k_end)[:, None]
+        x_tile = tl.load(x_rows + (k + k_of)[:, None], mask=x_mask, other=0.0)
+        if HAS_BASE:
+            w_mask = (n < N)[:, None] & (k_of < k_end)[None, :]
+            w_tile = tl.load(w_rows + (k + k_of)[None, :], mask=w_mask, other=0.0)
+            acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
+        new = ()
+        for t in tl.static_range(TERMS):
+            word_mask = (n < limits[t])[:, None] & (word_of < tl.cdiv(k_end, 128) * 4)[None, :]
+            tile = tl.load(word_rows[t] + (k // 32 + word_of)[None, :], mask=word_mask, other=0)
+            minus = flip
+            if HAS_COLUMNS:
+                column_mask = column_of * K_PER_WORD < tl.where(limits[t] > 0, k_end, 0)
+                column = columns[t] + k // K_PER_WORD + column_of
+                minus = tl.load(column, mask=column_mask, other=0)[None, :]
+            signs = make_signs(tile, minus, dtype, BLOCK_N, BLOCK_K)
+            new = new + (tl.dot(signs, x_tile, sums[t], input_precision="ieee"),)
+        sums = new
+    variant_of = tl.load(variants + first + m, mask=m < count, other=-1)
+    for t in tl.static_range(TERMS):
+        variant, plane, used = find_term(t, table, members, slots, planes, variants_per_group)
+        start = tl.load(table + variant * _WIDTH + _SCALE, mask=used, other=0) // 4
+        scale = tl.load(floats + start + plane.to(tl.int64) * N + n, mask=n < limits[t], other=0.0)
+        mine = variant_of == tl.where(used, variant, -2)
+        acc = tl.where(mine[None, :], acc + sums[t] * scale[:, None], acc)
+    if SPLIT_K:
+        cell = group * tl.num_programs(1) + tl.program_id(1)
+        place = cell.to(tl.int64) * tl.num_programs(2) * (BLOCK_N * BLOCK_M)
+        acc, last = add_splits(acc, partials + place, locks + cell, BLOCK_N, BLOCK_M)
+        if not last:
+            return
+    if HAS_LOW_RANK:
+        acc = add_low_rank(
+            acc, low, values, table, members, token, variant_of, n, N, slots, variants_per_group,
+            rank,
+        )  # fmt: skip
+    if HAS_BIAS:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    out = y + token[None, :] * stride_y + n[:, None]
+    inside = (n < N)[:, None] & (m < count)[None, :]
+    if not HAS_BASE:
+        acc += tl.load(out, mask=inside, other=0.0).to(tl.float32)
+    # A variant that the arena has no slot for.
+    acc = tl.where((variant_of >= slots)[None, :], float("nan"), acc)
+    tl.store(out, acc.to(dtype), mask=inside)
