@@ -85,6 +85,7 @@ class Code:
         sm: compute capability, as in 90. num_warps: of a CTA.
         registers: of a thread. stack, spill_stores, spill_loads: bytes of a thread.
         shared: bytes of a CTA.
+        is_serialized: ptxas made each wgmma wait for the one before.
         instructions: all of them. loop: those of the main loop, empty if none multiplies.
         texts: "ttir", "ttgir", "llir", "ptx", "sass".
     """
@@ -96,6 +97,7 @@ class Code:
     spill_stores: int
     spill_loads: int
     shared: int
+    is_serialized: bool
     instructions: tuple[Instruction, ...]
     loop: tuple[Instruction, ...]
     texts: Mapping[str, str] = field(repr=False)
@@ -194,15 +196,20 @@ def compile_kernel(
     texts = {key: text for key, text in done.asm.items() if isinstance(text, str)}
     texts["sass"] = disassemble(done.asm["cubin"])
     program = parse(texts["sass"])
-    registers, stack, stores, loads = _resources(texts["ptx"], sm)
+    log = _resources(texts["ptx"], sm)
+    registers, spills = re.search(r"Used (\d+) registers", log), _SPILLS.search(log)
+    if registers is None or spills is None:
+        raise RuntimeError(f"ptxas -v printed no resources for sm_{sm}; it said: {log[-500:]}")
+    stack, stores, loads = map(int, spills.groups())
     return Code(
         sm=sm,
         num_warps=num_warps,
-        registers=registers,
+        registers=int(registers.group(1)),
         stack=stack,
         spill_stores=stores,
         spill_loads=loads,
         shared=done.metadata.shared,
+        is_serialized="wgmma.mma_async instructions are serialized" in log,
         instructions=tuple(one for one in program if isinstance(one, Instruction)),
         loop=main_loop(program),
         texts=texts,
@@ -267,17 +274,12 @@ def main_loop(program: Sequence[Instruction | str]) -> tuple[Instruction, ...]:
     return next(iter(with_matrices or with_floats), ())
 
 
-def _resources(ptx: str, sm: int) -> tuple[int, int, int, int]:
-    """(registers, stack, spill stores, spill loads) by the very ptxas that triton runs."""
+def _resources(ptx: str, sm: int) -> str:
+    """What the very ptxas that triton runs says of registers, spills and performance."""
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
     command = [get_ptxas(sm).path, "-v", f"--gpu-name={sm_arch_from_capability(sm)}"]
-    log = _run_on(ptx.encode(), [*command, "-o", os.devnull])
-    registers, spills = re.search(r"Used (\d+) registers", log), _SPILLS.search(log)
-    if registers is None or spills is None:
-        raise RuntimeError(f"ptxas -v printed no resources for sm_{sm}; it said: {log[-500:]}")
-    stack, stores, loads = map(int, spills.groups())
-    return int(registers.group(1)), stack, stores, loads
+    return _run_on(ptx.encode(), [*command, "-o", os.devnull])
 
 
 def _run_on(content: bytes, command: Sequence[str]) -> str:

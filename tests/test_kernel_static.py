@@ -1,0 +1,289 @@
+"""The fused kernel's compiled code: registers, loads and instructions within their bounds, no GPU.
+
+Kernels compile in one process of their own: this one may have TRITON_INTERPRET set.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from soupkit.bench import kernel_static, rows, sass
+from soupkit.bench.kernel_static import Case, Check, Figures
+from soupkit.bench.roofline import BANDWIDTH, layer_bytes
+from soupkit.bench.roofline import rows as roofline
+from soupkit_kernels.configs import MAX_TERMS
+
+ROOT = Path(__file__).resolve().parents[1]
+OLD_TRITON = ROOT / ".triton-3.6"
+COMPILE = """
+import json, sys
+from soupkit.bench.kernel_static import Case, measure
+asked = json.load(sys.stdin)
+print(json.dumps([measure(Case(**c), max_registers=most).to_json() for c, most in asked]))
+"""
+Measure = Callable[[Iterable[Case]], list[Figures]]
+
+needs_triton = pytest.mark.skipif(
+    (platform.system(), platform.machine()) != ("Linux", "x86_64"),
+    reason="triton has no wheel for this platform",
+)
+
+# All of few tokens, and the worst of more.
+TABLE = [
+    case
+    for case in kernel_static.cases()
+    if case.block_m <= 16 or case.terms == MAX_TERMS[case.block_m]
+]
+VARIATIONS = [
+    Case(16, 1, "fp16"),
+    Case(16, 1, is_even_k=False),
+    Case(16, 2, has_base=False),
+    Case(16, 4, has_columns=True),
+    Case(16, 1, has_low_rank=True),
+    Case(16, 1, "fp32"),
+]
+ELSEWHERE = [Case(16, 1, sm=sm) for sm in (80, 89, 100, 120)]
+FAST = [*TABLE, *VARIATIONS, *ELSEWHERE]
+UNALIGNED = Case(16, 1, is_even_k=False, is_aligned=False)
+STARVED = (Case(16, 4), 64)
+
+
+def by_name(cases: Iterable[Case]) -> list[object]:
+    return [pytest.param(case, id=case.name.replace(" ", "-")) for case in cases]
+
+
+def environment(cache: Path, old: bool) -> dict[str, str]:
+    """Of a process that compiles or interprets with the newest triton, or the oldest."""
+    if old and not (OLD_TRITON / ".installed").exists():
+        pytest.fail(f"{OLD_TRITON.name} is not there: run `make old-triton`")
+    paths = [str(OLD_TRITON)] * old + [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(cache)}
+
+
+def compile_all(
+    asked: Iterable[tuple[Case, int | None]], cache: Path, *, old: bool = False
+) -> list[Figures]:
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        input=json.dumps([(asdict(case), most) for case, most in asked]),
+        env=environment(cache, old),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [Figures.from_json(one) for one in json.loads(done.stdout.splitlines()[-1])]
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figures]:
+    """By name: FAST, UNALIGNED, and STARVED as "starved"."""
+    asked = [(case, None) for case in [*FAST, UNALIGNED]]
+    found = compile_all([*asked, STARVED], tmp_path_factory.mktemp("triton"))
+    return {**{one.case: one for one in found[:-1]}, "starved": found[-1]}
+
+
+def value(found: Figures, name: str) -> float:
+    return next(check.value for check in found.checks if check.name == name)
+
+
+@needs_triton
+@pytest.mark.parametrize("case", by_name(FAST))
+def test_the_code_is_within_its_bounds(case: Case, figures: dict[str, Figures]) -> None:
+    kernel_static.show([figures[case.name]])
+    assert not figures[case.name].missed
+
+
+@needs_triton
+def test_the_table_of_bounds_is_printed(
+    figures: dict[str, Figures], capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel_static.show([figures[case.name] for case in FAST])
+    printed = capsys.readouterr().out
+    print(printed)
+    for case in FAST:
+        assert case.name in printed
+    for title in ("registers", "spills", "CTAs/SM", "HGMMA", "signs/tile", "instr/wt"):
+        assert title in printed
+
+
+@needs_triton
+def test_the_limits_of_the_issue(figures: dict[str, Figures]) -> None:
+    assert value(figures[Case(16, 1).name], "instr/wt") <= 3.9
+    assert value(figures[Case(16, 4).name], "instr/wt") <= 8.5
+    assert value(figures[Case(16, 1).name], "HBM B/wt") == 2 + 1 / 8
+    assert value(figures[Case(8, 8).name], "HBM B/wt") == 2 + 8 / 8
+
+
+@needs_triton
+def test_rows_that_are_not_aligned_are_seen_to_be_slow(figures: dict[str, Figures]) -> None:
+    missed = {check.name for check in figures[UNALIGNED.name].missed}
+    assert {"16 B/tile", "STS/wt", "instr/wt"} <= missed
+
+
+@needs_triton
+def test_a_kernel_without_registers_is_seen_to_spill(figures: dict[str, Figures]) -> None:
+    assert figures["starved"].registers <= STARVED[1]
+    assert {"spills", "stack"} <= {check.name for check in figures["starved"].missed}
+
+
+def every_case() -> list[Case]:
+    elsewhere = [replace(c, sm=sm) for sm in (80, 89, 100, 120) for c in kernel_static.cases()]
+    return [*kernel_static.cases(), *VARIATIONS, *elsewhere]
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("old", [False, True], ids=["newest", "oldest"])
+def test_every_bucket_on_every_chip(old: bool, tmp_path: Path) -> None:
+    found = compile_all([(case, None) for case in every_case()], tmp_path, old=old)
+    kernel_static.show(found)
+    assert {one.case: one.missed for one in found if one.missed} == {}
+
+
+@needs_triton
+@pytest.mark.slow
+def test_slice_of_the_buckets_on_the_oldest_triton(tmp_path: Path) -> None:
+    cases = [Case(16, 1), Case(16, 4), Case(8, 8)]
+    found = compile_all([(case, None) for case in cases], tmp_path, old=True)
+    kernel_static.show(found)
+    assert {one.case: one.missed for one in found if one.missed} == {}
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_kernels_are_right_on_the_oldest_triton(tmp_path: Path) -> None:
+    """The interpreter's tests, with 3.6.0 and a numpy that it can work with."""
+    files = sorted(str(path) for path in (ROOT / "tests").glob("test_triton_*.py"))
+    assert files
+    tolerated = "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", tolerated, *files],
+        env=environment(tmp_path, old=True),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
+
+
+SASS = """
+.text.kernel:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_0:
+        /*0010*/                   IADD3 R2, R2, 0x1, RZ ;
+.L_x_1:
+        /*0020*/              @!P0 LDGSTS.E.BYPASS.128 [R3], desc[UR4][R8.64] ;
+        /*0030*/                   LDG.E.U8 R7, desc[UR4][R8.64] ;
+        /*0040*/                   HGMMA.64x16x16.F32.BF16 R24, R4, gdesc[UR8], R24, gsb0 ;
+        /*0050*/                   ULOP3.LUT UR4, UR4, 0x3f, URZ, 0xc0, !UPT ;
+        /*0060*/               @P1 BRA `(.L_x_1) ;
+        /*0070*/                   STG.E desc[UR4][R8.64], R7 ;
+        /*0080*/               @P2 BRA `(.L_x_0) ;
+        /*0090*/                   BRA `(.L_x_2) ;
+.L_x_2:
+        /*00a0*/                   EXIT ;
+"""
+
+
+def code(**changes: object) -> sass.Code:
+    program = sass.parse(SASS)
+    fields: dict[str, object] = {
+        "sm": 90, "num_warps": 4, "registers": 96, "stack": 0, "spill_stores": 0,
+        "spill_loads": 0, "shared": 84992, "is_serialized": False, "texts": {},
+        "instructions": tuple(one for one in program if isinstance(one, sass.Instruction)),
+        "loop": sass.main_loop(program),
+    }  # fmt: skip
+    return sass.Code(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_the_main_loop_is_the_innermost_that_multiplies() -> None:
+    names = [one.name for one in code().loop]
+    assert names == ["LDGSTS", "LDG", "HGMMA", "ULOP3", "BRA"]
+    assert [one.predicate for one in code().loop] == ["!P0", "", "", "", "P1"]
+    assert sass.main_loop(sass.parse("/*0000*/ EXIT ;")) == ()
+
+
+def test_instructions_are_counted_a_weight() -> None:
+    assert code().count("LOP3") == 1
+    assert code().per_weight(64 * 128) == 5 * 128 / (64 * 128)
+    assert code().loads() == {("LDGSTS", 16): 16 * 128, ("LDG", 1): 128}
+    assert code().mma() == {"HGMMA.64x16x16.F32.BF16": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "ctas"),
+    [
+        ({}, 2),  # shared memory
+        ({"shared": 1024}, 5),  # registers
+        ({"shared": 0, "registers": 32}, 16),  # warps
+        ({"shared": 84992, "sm": 89}, 1),
+    ],
+)
+def test_how_many_ctas_fit(changes: dict[str, object], ctas: int) -> None:
+    assert code(**changes).ctas == ctas
+
+
+def test_offsets_of_32_bits_are_found() -> None:
+    ttir = """tt.func public @k(%x: !tt.ptr<bf16> , %w: !tt.ptr<bf16> , %y: !tt.ptr<bf16> ) {
+      %a = tt.splat %x : !tt.ptr<bf16> -> tensor<16x!tt.ptr<bf16>>
+      %b = tt.addptr %a, %o : tensor<16x!tt.ptr<bf16>>, tensor<16xi64>
+      %c = tt.splat %w : !tt.ptr<bf16> -> tensor<16x!tt.ptr<bf16>>
+      %d = tt.addptr %c, %o : tensor<16x!tt.ptr<bf16>>, tensor<16xi32>
+      %e = tt.addptr %w, %p : !tt.ptr<bf16>, i64
+    """
+    assert kernel_static.narrow_offsets(ttir) == ["w"]
+
+
+@pytest.mark.parametrize(
+    ("relation", "held"), [("<=", (True, True, False)), ("==", (False, True, False)),
+                           (">=", (False, True, True))],
+)  # fmt: skip
+def test_a_bound_holds_or_not(relation: str, held: tuple[bool, ...]) -> None:
+    checks = [Check("n", number, relation, 2) for number in (1, 2, 3)]  # type: ignore[arg-type]
+    assert tuple(check.ok for check in checks) == held
+    found = Figures("M16", 96, tuple(checks))
+    assert [row.ok for row in kernel_static.rows([found])] == []
+    assert Figures.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_figures_are_rows_of_the_bench(capsys: pytest.CaptureFixture[str]) -> None:
+    checks = (Check("instr/wt", 4.0, "<=", 2.0), Check("spills", 0, "==", 0))
+    found = kernel_static.rows([Figures("M16 T1", 96, checks)])
+    assert [(row.ratio, row.ok) for row in found] == [(2.0, False), (1.0, True)]
+    kernel_static.show([Figures("M16 T1", 96, checks)])
+    assert "4/2 !" in capsys.readouterr().out
+
+
+def test_compiling_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="sm 75 is not known; give one of 80, 89"):
+        sass.compile_kernel(None, {}, {}, num_warps=4, num_stages=1, sm=75)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install triton"):
+        sass.compiler()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1 is set"):
+        sass.compiler()
+
+
+def test_the_least_time_is_that_of_the_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    n, k, m, v = 4096, 14336, 16, 4
+    wanted = (2 + v / 8) * n * k + 4 * v * n + 2 * m * (n + k)
+    assert layer_bytes(n, k, variants=v, tokens=m) == wanted
+    # Rows of signs are whole 16 bytes.
+    assert layer_bytes(3, 1, variants=1, tokens=0) == 3 * (2 + 16 + 4)
+    found = {row.name: row for row in roofline(tokens=1)}
+    one = found["4096x4096 bf16 M=1 V=1 H100 (model)"]
+    assert one.value == pytest.approx(10.6, abs=0.1)
+    assert one.ratio == pytest.approx(1.0625, abs=1e-3)
+    assert len(found) == 3 * 6 * len(BANDWIDTH)
+    rows.show("kernel", roofline())
+    assert "(model)" in capsys.readouterr().out
