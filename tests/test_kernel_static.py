@@ -102,16 +102,10 @@ def test_the_code_is_within_its_bounds(case: Case, figures: dict[str, Figures]) 
 
 
 @needs_triton
-def test_the_table_of_bounds_is_printed(
-    figures: dict[str, Figures], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_of_bounds(figures: dict[str, Figures]) -> None:
+    """Prints it whole (pytest -rP)."""
     kernel_static.show([figures[case.name] for case in FAST])
-    printed = capsys.readouterr().out
-    print(printed)
-    for case in FAST:
-        assert case.name in printed
-    for title in ("registers", "spills", "CTAs/SM", "HGMMA", "signs/tile", "instr/wt"):
-        assert title in printed
+    assert list(figures) == [*(case.name for case in FAST), UNALIGNED.name, "starved"]
 
 
 @needs_triton
@@ -259,7 +253,9 @@ def test_figures_are_rows_of_the_bench(capsys: pytest.CaptureFixture[str]) -> No
     found = kernel_static.rows([Figures("M16 T1", 96, checks)])
     assert [(row.ratio, row.ok) for row in found] == [(2.0, False), (1.0, True)]
     kernel_static.show([Figures("M16 T1", 96, checks)])
-    assert "4/2 !" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    for wanted in ("M16 T1", "registers", "96", "instr/wt", "4/2 !"):
+        assert wanted in printed
 
 
 def test_compiling_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

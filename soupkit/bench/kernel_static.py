@@ -128,6 +128,19 @@ def measure(case: Case, *, max_registers: int | None = None) -> Figures:
 
     Raises: as sass.compile_kernel.
     """
+    code, tile = compile_case(case, max_registers=max_registers)
+    # Two, so that one multiplies while the other waits; the larger tiles do both at once.
+    checks = resource_checks(code, ctas=2 if case.sm == 90 and case.block_m <= 16 else 1)
+    if case.sm == 90 and case.dtype != "fp32":
+        checks += [*traffic_checks(code, case, tile), *instruction_checks(code, case, tile)]
+    return Figures(case.name, code.registers, tuple(checks))
+
+
+def compile_case(case: Case, *, max_registers: int | None = None) -> tuple[Code, tuple[int, int]]:
+    """The code of a case, and its tile (BLOCK_N, BLOCK_K).
+
+    Raises: as sass.compile_kernel.
+    """
     from soupkit_kernels.gpu import static_case
 
     kernel, signature, constants, aligned, num_warps, num_stages = static_case(
@@ -152,12 +165,7 @@ def measure(case: Case, *, max_registers: int | None = None) -> Figures:
         sm=case.sm,
         max_registers=max_registers,
     )
-    # Two, so that one multiplies while the other waits; the larger tiles do both at once.
-    checks = resource_checks(code, ctas=2 if case.sm == 90 and case.block_m <= 16 else 1)
-    if case.sm == 90 and case.dtype != "fp32":
-        tile = constants["BLOCK_N"], constants["BLOCK_K"]
-        checks += [*traffic_checks(code, case, tile), *instruction_checks(code, case, tile)]
-    return Figures(case.name, code.registers, tuple(checks))
+    return code, (constants["BLOCK_N"], constants["BLOCK_K"])
 
 
 def resource_checks(code: Code, *, ctas: int = 1) -> list[Check]:
