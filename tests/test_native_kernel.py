@@ -10,13 +10,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from delta_kit import ENCODINGS, Encoding, make_delta, reference
 from torch import Tensor
 
-from soupkit_kernels import bitpack, cpu, fused, naive, native, path_name
+from soupkit_kernels import (
+    DeltaArena,
+    Plan,
+    arena_of,
+    bitpack,
+    delta_linear,
+    naive,
+    native,
+    native_path,
+    path_name,
+    plan,
+    torch_path,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = native.load()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SIGNS: Encoding = (1, False, 0, False)
 needs_library = pytest.mark.skipif(isinstance(LIBRARY, str), reason=str(LIBRARY))
 
 
@@ -29,24 +43,36 @@ def library(request: pytest.FixtureRequest) -> native.Library:
     return dataclasses.replace(LIBRARY, isa=request.param)
 
 
-def arguments(
-    num_rows: int, width: int, num_tokens: int, dtype: torch.dtype, planes: tuple[int, ...]
-) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], Tensor, Tensor]:
-    """x, weight, packed, scale, variant_index, bias; scales of both signs, some of them 0."""
-    generator = torch.Generator().manual_seed(num_rows + 1000 * width + num_tokens)
-    packed, scale = [], []
-    for variant, count in enumerate(planes):
-        packed.append(bitpack.pack(torch.randn(count, num_rows, width, generator=generator)))
-        alpha = torch.randn(count, 1 if variant % 2 else num_rows, generator=generator) * 0.01
-        scale.append(torch.where(torch.rand(alpha.shape, generator=generator) < 0.1, 0.0, alpha))
-    return (
-        torch.randn(num_tokens, width, generator=generator).to(dtype),
-        torch.randn(num_rows, width, generator=generator).mul(0.05).to(dtype),
-        packed,
-        scale,
-        torch.randint(-1, len(planes), (num_tokens,), generator=generator),
-        torch.randn(num_rows, generator=generator).to(dtype),
-    )
+class Case:
+    """x, weight, deltas, index and bias of one call."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        width: int,
+        num_tokens: int,
+        dtype: torch.dtype,
+        encodings: tuple[Encoding | None, ...],
+    ) -> None:
+        generator = torch.Generator().manual_seed(num_rows + 1000 * width + num_tokens)
+        self.deltas = [
+            None if each is None else make_delta(num_rows, width, each, generator)
+            for each in encodings
+        ]
+        self.arena = arena_of(self.deltas, dtype=dtype)
+        self.x = torch.randn(num_tokens, width, generator=generator).to(dtype)
+        self.weight = torch.randn(num_rows, width, generator=generator).mul(0.05).to(dtype)
+        self.index = torch.randint(-1, len(encodings), (num_tokens,), generator=generator)
+        self.bias = torch.randn(num_rows, generator=generator).to(dtype)
+
+    def linear(self, library: native.Library) -> Tensor:
+        return native_path.linear(
+            library, self.x, self.weight, self.bias, self.arena, step_of(self.index, self.arena)
+        )
+
+
+def step_of(index: Tensor, arena: DeltaArena) -> Plan:
+    return plan(index, slots=arena.slots, planes=arena.planes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -55,20 +81,38 @@ def test_every_instruction_set_computes_what_naive_does(
     library: native.Library, width: int, dtype: torch.dtype
 ) -> None:
     if not library.supports(dtype):
-        assert fused.why_not(library, torch.zeros(1, 1, dtype=dtype), []) is not None
+        arena = arena_of([make_delta(1, 1, SIGNS, torch.Generator())], dtype=dtype)
+        assert native_path.why_not(library, arena, None) is not None
         return
-    for num_tokens in (0, 1, 2, 3, 4, 8, 33):
-        for planes in ((1,), (1, 1, 2, 4)):
-            x, weight, packed, scale, index, bias = arguments(37, width, num_tokens, dtype, planes)
-            wide = (x.double(), weight.double(), packed, scale, index, bias.double())
-            expected = naive.delta_linear(*wide)
-            yardstick = naive.delta_linear(x, weight, packed, scale, index, bias)
-            y = fused.fused_delta_linear(library, x, weight, packed, scale, index, bias)
+    for num_tokens in (1, 2, 3, 4, 8, 33):
+        for encodings in ((SIGNS,), (SIGNS, (8, False, 0, True), None), (None, *ENCODINGS)):
+            case = Case(37, width, num_tokens, dtype, encodings)
+            args = (case.weight, case.deltas, case.index, case.bias)
+            expected = reference(case.x, *args)
+            own = (naive.delta_linear(case.x, *args).double() - expected).abs().max()
+            y = case.linear(library)
             assert y.dtype == dtype
-            error = (y.double() - expected).abs()
-            allowed = 2 * (yardstick.double() - expected).abs().max() if num_tokens else 0
-            top = float(expected.abs().max()) if num_tokens else 0.0
-            assert bool((error <= max(float(allowed), 4 * torch.finfo(dtype).eps * top)).all())
+            error = float((y.double() - expected).abs().max())
+            top = float(expected.abs().max())
+            assert error <= max(2 * float(own), 4 * torch.finfo(dtype).eps * top)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [9, 77, 200])
+def test_every_instruction_set_adds_the_delta_alone(
+    library: native.Library, width: int, dtype: torch.dtype
+) -> None:
+    if not library.supports(dtype):
+        pytest.skip("float16 needs AVX2")
+    for num_tokens in (1, 5, 21, 300):
+        case = Case(37, width, num_tokens, dtype, (*ENCODINGS, None))
+        y = case.x.new_ones(num_tokens, 37)
+        nothing = torch.zeros_like(case.weight)
+        expected = 1 + reference(case.x, nothing, case.deltas, case.index)
+        native_path.add(library, y, case.x, case.arena, step_of(case.index, case.arena))
+        # Rounded once to y's dtype; x times a column scale may be bfloat16, 2^-9 of a product.
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(y.double(), expected, rtol=eps, atol=2 * eps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -76,22 +120,48 @@ def test_every_instruction_set_computes_what_naive_does(
 def test_the_effective_weight_is_the_rounded_float32_sum(
     library: native.Library, planes: int, dtype: torch.dtype
 ) -> None:
-    """Bit for bit, subnormals, infinities and NaN included."""
+    """Bit for bit, subnormals, infinities and NaN included; from any row on."""
     if not library.supports(dtype):
         pytest.skip("float16 needs AVX2")
     for width in (9, 77, 128):
-        _, weight, packed, scale, _, _ = arguments(11, width, 1, dtype, (planes,))
+        case = Case(11, width, 1, dtype, ((planes, False, 0, False),))
+        delta, weight = case.deltas[0], case.weight
+        assert delta is not None
+        assert delta.packed is not None
+        assert delta.scale is not None
         weight[0, :5] = torch.tensor([float("inf"), float("-inf"), float("nan"), 1e-40, -0.0])
-        scale[0][:, 1] = 1e-39
+        delta.scale[:, 1] = 1e-39
         weight[1] = 0
-        delta = torch.zeros(11, width)
-        for signs, alpha in zip(packed[0], scale[0], strict=True):
-            delta += alpha[:, None] * bitpack.unpack(signs, width)
-        out = torch.full((11, width), 7.0, dtype=dtype)
-        library.reconstruct(weight, packed[0], scale[0], out)
-        torch.testing.assert_close(
-            out, (weight.float() + delta).to(dtype), rtol=0, atol=0, equal_nan=True
-        )
+        case.arena.put(0, delta)
+        total = torch.zeros(11, width)
+        for signs, alpha in zip(delta.packed, delta.scale, strict=True):
+            total += alpha[:, None] * bitpack.unpack(signs, width)
+        expected = (weight.float() + total).to(dtype)
+        for first in (0, 4):
+            out = torch.full((11 - first, width), 7.0, dtype=dtype)
+            library.reconstruct(weight, case.arena, 0, out, first_row=first)
+            torch.testing.assert_close(out, expected[first:], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_the_effective_weight_of_every_encoding_is_rounded_once(
+    library: native.Library, encoding: Encoding, dtype: torch.dtype
+) -> None:
+    if not library.supports(dtype):
+        pytest.skip("float16 needs AVX2")
+    case = Case(11, 77, 1, dtype, (encoding,))
+    delta = case.arena.delta(0)
+    assert delta is not None
+    more = None
+    if delta.up is not None and delta.down is not None:
+        more = delta.up.float() @ delta.down.float()
+    out = torch.full((11, 77), float("nan"), dtype=dtype)
+    library.reconstruct(case.weight, case.arena, 0, out, more=more)
+    exact = case.weight.double() + delta.dense(torch.float64)
+    eps = torch.finfo(dtype).eps
+    # Half a unit of the last place, and what float32 loses on the way.
+    assert bool(((out.double() - exact).abs() <= exact.abs() * eps * 0.5 + 1e-7).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -99,88 +169,152 @@ def test_a_token_does_not_depend_on_its_neighbours_or_threads(
     library: native.Library, dtype: torch.dtype
 ) -> None:
     """Bit for bit: alone, in a batch of others' NaN and infinity, on one thread or five."""
-    x, weight, packed, scale, index, _ = arguments(261, 77, 11, dtype, (1, 2, 1))
-    y = library.decode(x, weight, packed, scale, index)
+    encodings = (SIGNS, (2, False, 0, True), (1, True, 0, False), SIGNS, None)
+    case = Case(261, 77, 11, dtype, encodings)
+    x, weight, arena, index = case.x, case.weight, case.arena, case.index
+    plane = torch.zeros_like(index)
+    inputs = x.to(library.input_dtype(dtype))
+    y, signs = library.decode(x, weight, arena, index), library.signs(inputs, arena, index, plane)
     for t in range(11):
-        alone = library.decode(x[t : t + 1], weight, packed, scale, index[t : t + 1])
-        assert torch.equal(alone[0], y[t])
+        at = slice(t, t + 1)
+        assert torch.equal(library.decode(x[at], weight, arena, index[at])[0], y[t])
+        alone = library.signs(inputs[at], arena, index[at], plane[at])
+        assert torch.equal(alone[0], signs[t])
     dirty = x.clone()
     dirty[3], dirty[7] = float("nan"), float("inf")
     clean = torch.ones(11, dtype=torch.bool)
     clean[[3, 7]] = False
-    assert torch.equal(library.decode(dirty, weight, packed, scale, index)[clean], y[clean])
+    assert torch.equal(library.decode(dirty, weight, arena, index)[clean], y[clean])
     whole = torch.empty_like(weight)
-    library.reconstruct(weight, packed[1], scale[1], whole)
+    library.reconstruct(weight, arena, 1, whole)
     threads = torch.get_num_threads()
     try:
         for count in (1, 2, 5):
             torch.set_num_threads(count)
-            assert torch.equal(library.decode(x, weight, packed, scale, index), y)
+            assert torch.equal(library.decode(x, weight, arena, index), y)
             again = torch.empty_like(weight)
-            library.reconstruct(weight, packed[1], scale[1], again)
+            library.reconstruct(weight, arena, 1, again)
             assert torch.equal(again, whole)
     finally:
         torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plane_that_a_variant_lacks_gives_nothing(
+    library: native.Library, dtype: torch.dtype
+) -> None:
+    """Beside one that has it, alone, and in an arena where no byte may be read for it."""
+    case = Case(13, 77, 4, dtype, (SIGNS, (3, False, 0, False), None, (0, False, 2, False)))
+    inputs = case.x.to(library.input_dtype(dtype))
+    index = torch.tensor([0, 1, 2, 3])
+    found = library.signs(inputs, case.arena, index, torch.full((4,), 2))
+    assert found[[0, 2, 3]].count_nonzero() == 0
+    delta = case.deltas[1]
+    assert delta is not None
+    assert delta.scale is not None
+    assert torch.equal(found[1] != 0, delta.scale[2] != 0)
+    assert library.signs(inputs, case.arena, index[2:].contiguous(), index[:2]).eq(0).all()
+    base = library.decode(case.x, case.weight, case.arena, torch.full((4,), -1))
+    mixed = library.decode(case.x, case.weight, case.arena, index)
+    assert torch.equal(mixed[2:], base[2:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_beyond_the_width_and_strides_change_nothing(
     library: native.Library, dtype: torch.dtype
 ) -> None:
-    x, weight, packed, scale, index, bias = arguments(13, 77, 40, dtype, (2, 1))
-    y = fused.fused_delta_linear(library, x, weight, packed, scale, index, bias)
-    garbage = [signs.clone() for signs in packed]
-    for signs in garbage:
-        signs[..., -1] |= 0xE0
+    case = Case(13, 77, 40, dtype, ((2, False, 0, False), (1, True, 0, False)))
+    y = case.linear(library)
+    for slot, delta in enumerate(case.deltas):
+        assert delta is not None
+        assert delta.packed is not None
+        garbage = delta.packed.clone()
+        garbage[..., -1] |= 0xE0
+        case.arena.put(slot, dataclasses.replace(delta, packed=garbage))
     tall = torch.full((26, 90), float("nan"), dtype=dtype)
-    tall[::2, :77] = weight
-    wide = torch.full((2, 20, 154), float("nan"), dtype=dtype)
-    wide[..., ::2] = x.view(2, 20, 77)
-    apart = [garbage[0].transpose(1, 2).contiguous().transpose(1, 2), garbage[1]]
-    again = fused.fused_delta_linear(
-        library, wide[..., ::2], tall[::2, :77], apart, scale, index.view(2, 20), bias
-    )
-    assert torch.equal(again.flatten(0, 1), y)
+    tall[::2, :77] = case.weight
+    wide = torch.full((40, 154), float("nan"), dtype=dtype)
+    wide[..., ::2] = case.x
+    case.weight, case.x = tall[::2, :77], wide[..., ::2]
+    assert torch.equal(case.linear(library), y)
 
 
 @needs_library
-def test_the_paths_agree_on_what_goes_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups large and small, of variants and of the base, against plain torch."""
+@pytest.mark.parametrize("encodings", [(SIGNS, (2, False, 0, True), SIGNS), ENCODINGS[3:6]])
+def test_the_paths_agree_on_what_goes_where(
+    encodings: tuple[Encoding, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups large and small, of variants, of the base and of empty slots, against plain torch."""
     assert not isinstance(LIBRARY, str)
-    monkeypatch.setattr(fused, "BLOCK_BYTES", 5 * 40 * 4)
-    x, weight, packed, scale, _, bias = arguments(23, 40, 60, torch.float32, (1, 2, 1))
-    many = fused.MANY_TOKENS[LIBRARY.isa_name(torch.float32)]
+    monkeypatch.setattr(native_path, "BLOCK_BYTES", 5 * 40 * 4)
+    case = Case(23, 40, 90, torch.float32, (*encodings, None))
+    many = native_path.MANY_TOKENS[LIBRARY.isa_name(torch.float32)]
     few = many - 1
-    for counts in ({0: many, -1: many}, {1: many, 0: few, -1: 2}, {-1: few, 2: 3}, {2: many + 1}):
+    for counts in (
+        {0: many, -1: many}, {1: many, 0: few, -1: 2}, {-1: few, 2: 3}, {2: many + 1},
+        {-1: few, 3: 2, 0: 1}, {-1: 2, 3: 3}, {3: many}, {0: many, 1: many, 2: few},
+    ):  # fmt: skip
         index = torch.tensor([v for v, count in counts.items() for _ in range(count)])
         index = index[torch.randperm(len(index))]
-        args = (x[: len(index)], weight, packed, scale, index, bias)
-        torch.testing.assert_close(
-            fused.fused_delta_linear(LIBRARY, *args), cpu.torch_delta_linear(*args)
-        )
+        args = (case.x[: len(index)], case.weight, case.bias, case.arena)
+        step = step_of(index, case.arena)
+        found = native_path.linear(LIBRARY, *args, step)
+        torch.testing.assert_close(found, torch_path.linear(*args, step))
+        one, other = torch.ones(len(index), 23), torch.ones(len(index), 23)
+        native_path.add(LIBRARY, one, args[0], case.arena, step)
+        torch_path.add(other, args[0], case.arena, step)
+        torch.testing.assert_close(one, other)
 
 
 @needs_library
 def test_the_path_is_named_with_its_reason() -> None:
     assert not isinstance(LIBRARY, str)
-    assert path_name(torch.zeros(4, 8)) == f"native {native.ISAS[min(LIBRARY.isa, 2)]}"
-    assert path_name(torch.zeros(4, 8).bfloat16()) == f"native {native.ISAS[LIBRARY.isa]}"
-    assert "float64" in path_name(torch.zeros(4, 8).double())
-    assert "not contiguous" in path_name(torch.zeros(8, 4).T)
-    planes = torch.zeros(native.MAX_PLANES + 1, 4, 1, dtype=torch.uint8)
-    assert "9 planes, more than 8" in path_name(torch.zeros(4, 8), [planes])
-    assert path_name(torch.zeros(4, 8, device="meta")) == "torch: tensors on meta"
+
+    def arena(dtype: torch.dtype, planes: int = 1, device: str = "cpu") -> DeltaArena:
+        return DeltaArena(
+            4, 8, slots=1, slot_bytes=0, planes=planes, has_columns=False, rank=0, dtype=dtype,
+            device=device, is_lane=False,
+        )  # fmt: skip
+
+    single = arena(torch.float32)
+    assert path_name(single) == f"native {native.ISAS[min(LIBRARY.isa, 2)]}"
+    assert path_name(arena(torch.bfloat16)) == f"native {native.ISAS[LIBRARY.isa]}"
+    assert "float64" in path_name(arena(torch.float64))
+    assert "not contiguous" in path_name(single, torch.zeros(8, 4).T)
+    assert "9 planes, more than 8" in path_name(arena(torch.float32, native.MAX_PLANES + 1))
+    assert path_name(arena(torch.float32, device="meta")) == "torch: tensors on meta"
+
+
+@needs_library
+def test_more_planes_than_the_library_takes_go_through_torch() -> None:
+    case = Case(5, 20, 3, torch.float32, ((native.MAX_PLANES + 1, False, 0, False),))
+    found = delta_linear(case.x, case.weight, case.arena, case.index, case.bias)
+    expected = reference(case.x, case.weight, case.deltas, case.index, case.bias)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@needs_library
+def test_a_plan_without_counts_is_checked_before_any_memory_is_read() -> None:
+    assert not isinstance(LIBRARY, str)
+    case = Case(5, 20, 3, torch.float32, (SIGNS,))
+    step = dataclasses.replace(
+        step_of(case.index, case.arena), index=torch.tensor([0, 1, 0]), counts=None
+    )
+    with pytest.raises(ValueError, match=r"must be in -1\.\.0"):
+        native_path.linear(LIBRARY, case.x, case.weight, None, case.arena, step)
 
 
 # -- how it is built, each time in a process of its own --
 
 PROBE = """
 import torch
-from soupkit_kernels import delta_linear, pack, path_name
+from soupkit_kernels import Delta, arena_of, delta_linear, pack, path_name
 x, weight = torch.ones(2, 9), torch.zeros(3, 9)
-y = delta_linear(x, weight, [pack(torch.ones(1, 3, 9))], [torch.ones(1, 3)], torch.tensor([0, -1]))
+delta = Delta(3, 9, pack(torch.ones(1, 3, 9)), torch.ones(1, 3))
+arena = arena_of([delta], dtype=torch.float32)
+y = delta_linear(x, weight, arena, torch.tensor([0, -1]))
 assert y.tolist() == [[9.0] * 3, [0.0] * 3], y
-print(path_name(weight))
+print(path_name(arena))
 """
 
 

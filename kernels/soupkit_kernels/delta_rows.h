@@ -21,7 +21,7 @@ INLINE TARGET void ISA(step)(
             UNROLL for (int m = 0; m < tokens; m++)
                 base[r * tokens + m] = ISA(multiply_add)(w, value[m], base[r * tokens + m]);
         }
-        UNROLL for (int m = 0; m < tokens; m++) {
+        UNROLL for (int m = 0; mode != BASE && m < tokens; m++) {
             if (mode != SHARED || !m) s = ISA(signs)(at->bits[m] + r * at->bits_stride, k);
             sign[r * tokens + m] = ISA(multiply_add)(s, value[m], sign[r * tokens + m]);
         }
@@ -53,7 +53,7 @@ INLINE TARGET void ISA(rows)(struct block *block, int kind, int mode, int tokens
         block, &rest, STEP, X_BYTES, mode == SIGNS ? 0 : kind == F32 ? 4 : 2, tokens, rows
     ));
     ISA(totals)(base, mode == SIGNS ? 0 : pairs, block->base);
-    ISA(totals)(sign, pairs, block->sign);
+    ISA(totals)(sign, mode == BASE ? 0 : pairs, block->sign);
 }
 
 #ifndef ROWS

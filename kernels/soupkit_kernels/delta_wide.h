@@ -89,49 +89,55 @@ INLINE TARGET void ISA(store)(char *out, int64_t k, int kind, ISA(floats) value)
 }
 
 INLINE TARGET void ISA(effective_step)(
-    const char *weight, const uint8_t *const *bits, int64_t k, const float *scale, int64_t planes,
-    int kind, char *out, int64_t out_k
+    const struct parts *parts, int64_t k, int kind, int planes, int is_plain, char *out
 ) {
-    ISA(floats) delta = ISA(signed_by)(bits[0], k, scale[0]);
-    for (int64_t p = 1; p < planes; p++) delta += ISA(signed_by)(bits[p], k, scale[p]);
-    ISA(store)(out, out_k, kind, ISA(weights)(weight, k, kind) + delta);
+    ISA(floats) delta = {0};
+    for (int p = 0; p < planes; p++) {
+        ISA(floats) term = ISA(signed_by)(parts->bits[p], k, parts->scale[p]);
+        if (!is_plain && parts->column[p])
+            term *= ISA(inputs)((const char *)parts->column[p], k);
+        delta = p ? delta + term : term;
+    }
+    if (!is_plain && parts->more) delta += ISA(inputs)((const char *)parts->more, k);
+    ISA(store)(out, k, kind, ISA(weights)(parts->weight, k, kind) + delta);
 }
 
+/* is_plain: no column scales and nothing more. */
 INLINE TARGET void ISA(effective)(
-    const char *weight, const struct variant *variant, int64_t row, int64_t bits_stride,
-    int64_t width, int kind, int planes, char *out
+    const struct parts *given, int kind, int planes, int is_plain, char *out
 ) {
-    const uint8_t *bits[MAX_PLANES];
-    float scale[MAX_PLANES];
+    const int64_t left = given->width % LANES, k = given->width - left;
+    for (int64_t at = 0; at < k; at += LANES)
+        ISA(effective_step)(given, at, kind, planes, is_plain, out);
+    if (!left) return;
+    struct parts parts = *given;
+    char weight[MAX_BYTES] = {0}, rounded[MAX_BYTES];
+    uint8_t bits[MAX_PLANES][4] = {{0}};
+    float column[MAX_PLANES][LANES] = {{0}}, more[LANES] = {0};
+    const int64_t bytes = kind == F32 ? 4 : 2;
+    memcpy(weight, parts.weight + k * bytes, left * bytes);
+    parts.weight = weight;
     for (int p = 0; p < planes; p++) {
-        bits[p] = variant->bits + p * variant->bits_plane + row * bits_stride;
-        scale[p] = variant->scale[p * variant->scale_plane + row * variant->scale_row];
+        memcpy(bits[p], parts.bits[p] + k / 8, (left + 7) / 8);
+        parts.bits[p] = bits[p];
+        if (is_plain || !parts.column[p]) continue;
+        memcpy(column[p], parts.column[p] + k, left * 4);
+        parts.column[p] = column[p];
     }
-    int64_t k = 0;
-    for (; k + LANES <= width; k += LANES)
-        ISA(effective_step)(weight, bits, k, scale, planes, kind, out, k);
-    if (k < width) {
-        char w_rest[MAX_BYTES] = {0}, out_rest[MAX_BYTES];
-        uint8_t bits_rest[MAX_PLANES][4] = {{0}};
-        const int64_t left = width - k, bytes = kind == F32 ? 4 : 2;
-        memcpy(w_rest, weight + k * bytes, left * bytes);
-        for (int p = 0; p < planes; p++) {
-            memcpy(bits_rest[p], bits[p] + k / 8, (left + 7) / 8);
-            bits[p] = bits_rest[p];
-        }
-        ISA(effective_step)(w_rest, bits, 0, scale, planes, kind, out_rest, 0);
-        memcpy(out + k * bytes, out_rest, left * bytes);
+    if (!is_plain && parts.more) {
+        memcpy(more, parts.more + k, left * 4);
+        parts.more = more;
     }
+    ISA(effective_step)(&parts, 0, kind, planes, is_plain, rounded);
+    memcpy(out + k * bytes, rounded, left * bytes);
 }
 
 #define EFFECTIVE(kind) \
-    static TARGET void ISA(effective_##kind)( \
-        const char *weight, const struct variant *variant, int64_t row, int64_t bits_stride, \
-        int64_t width, char *out \
-    ) { \
-        const int planes = (int)variant->planes; \
-        if (planes == 1) ISA(effective)(weight, variant, row, bits_stride, width, kind, 1, out); \
-        else ISA(effective)(weight, variant, row, bits_stride, width, kind, planes, out); \
+    static TARGET void ISA(effective_##kind)(const struct parts *parts, char *out) { \
+        const int is_plain = !parts->more && !(parts->planes && parts->column[0]); \
+        if (!is_plain) ISA(effective)(parts, kind, parts->planes, 0, out); \
+        else if (parts->planes == 1) ISA(effective)(parts, kind, 1, 1, out); \
+        else ISA(effective)(parts, kind, parts->planes, 1, out); \
     }
 /* As many pairs as registers hold two sums of each. */
 #if LANES == 16
@@ -142,24 +148,33 @@ INLINE TARGET void ISA(effective)(
 #define SIZES(kind, mode) ROWS(kind, mode, 0, 4) ROWS(kind, mode, 1, 2) ROWS(kind, mode, 2, 1)
 #endif
 
+SIZES(F32, BASE)
 SIZES(F32, SHARED)
 SIZES(F32, EACH)
 SIZES(F32, SIGNS)
+SIZES(BF16, BASE)
 SIZES(BF16, SHARED)
 SIZES(BF16, EACH)
 EFFECTIVE(F32)
 EFFECTIVE(BF16)
 #ifdef HAS_HALF
+SIZES(F16, BASE)
 SIZES(F16, SHARED)
 SIZES(F16, EACH)
 EFFECTIVE(F16)
 #endif
 static const struct isa ISA(isa) = {
     .rows = {
-        [F32] = {TABLE(F32, SHARED), TABLE(F32, EACH), TABLE(F32, SIGNS)},
-        [BF16] = {TABLE(BF16, SHARED), TABLE(BF16, EACH), TABLE(F32, SIGNS)},
+        [F32] = {
+            TABLE(F32, BASE), TABLE(F32, SHARED), TABLE(F32, EACH), TABLE(F32, SIGNS),
+        },
+        [BF16] = {
+            TABLE(BF16, BASE), TABLE(BF16, SHARED), TABLE(BF16, EACH), TABLE(F32, SIGNS),
+        },
 #ifdef HAS_HALF
-        [F16] = {TABLE(F16, SHARED), TABLE(F16, EACH), TABLE(F32, SIGNS)},
+        [F16] = {
+            TABLE(F16, BASE), TABLE(F16, SHARED), TABLE(F16, EACH), TABLE(F32, SIGNS),
+        },
 #endif
     },
     .num_rows = NUM_ROWS,

@@ -22,12 +22,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from soupkit_kernels.arena import DeltaArena
+from soupkit_kernels.bitpack import packed_width
 
 ENVIRONMENT = "SOUPKIT_KERNEL"
 # Numbered as `isas` of delta_linear.c.
@@ -41,7 +44,6 @@ _FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-shared", "-Wno-psabi")
 _BUILD_SECONDS = 300
 # With SSE2 it is up to three times slower than plain torch; on other machines it is not measured.
 _PORTABLE_ONLY = f"only the portable C code runs; {ENVIRONMENT}=portable takes it"
-_VARIANT_FIELDS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Library:
 
     isa: int
     decode_function: Callable[..., None]
+    signs_function: Callable[..., None]
     reconstruct_function: Callable[..., None]
     # GOMP_parallel of the OpenMP runtime that torch loaded; without one everything is one thread.
     parallel: ctypes.c_void_p | None
@@ -63,56 +66,78 @@ class Library:
         """float16 needs the conversions of AVX2 machines."""
         return dtype in KINDS and (dtype != torch.float16 or self.isa > 0)
 
+    def input_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What inputs are turned into: float32 but for products of bfloat16."""
+        return dtype if self.isa_name(dtype) == "avx512_bf16" else torch.float32
+
     def decode(
         self,
         x: Tensor,  # [T, K]
         weight: Tensor,  # [N, K], contiguous along K
-        packed: Sequence[Tensor],  # uint8 [P, N, ceil(K / 8)], all of one stride from row to row
-        scale: Sequence[Tensor],  # float32 [P, N] or [P, 1]
-        index: Tensor,  # [T] int64, contiguous; -1 is the base
+        arena: DeltaArena,
+        index: Tensor,  # [T] int64, contiguous, within the arena; -1 is the base
     ) -> Tensor:  # [T, N] float32
-        """The multi-variant linear without bias, fused."""
-        isa = self.isa_name(x.dtype)
-        x = (x if isa == "avx512_bf16" else x.float()).contiguous()
-        num_tokens, width = x.shape
-        y = torch.empty(num_tokens, weight.shape[0], dtype=torch.float32)
+        """The base and the signs of each token, fused; no bias, no low-rank part.
+
+        A variant with column scales gives the base alone here: `signs` takes them.
+        """
+        x = x.to(self.input_dtype(arena.dtype)).contiguous()
+        y = torch.empty(x.shape[0], arena.out_features, dtype=torch.float32)
         self.decode_function(
-            ISAS.index(isa), KINDS[weight.dtype], torch.get_num_threads(), self.parallel,
-            num_tokens, weight.shape[0], width, x.data_ptr(), x.stride(0) * x.itemsize,
-            weight.data_ptr(), weight.stride(0) * weight.itemsize, packed[0].stride(1),
-            _variant_table(packed, scale), index.data_ptr(), y.data_ptr(),
+            ISAS.index(self.isa_name(arena.dtype)), KINDS[arena.dtype], torch.get_num_threads(),
+            self.parallel, _arena_struct(arena), x.shape[0], x.data_ptr(),
+            x.stride(0) * x.itemsize, weight.data_ptr(), weight.stride(0) * weight.itemsize,
+            index.data_ptr(), y.data_ptr(),
+        )  # fmt: skip
+        return y
+
+    def signs(
+        self,
+        x: Tensor,  # [T, K] in `input_dtype`
+        arena: DeltaArena,
+        index: Tensor,  # [T] int64, contiguous, within the arena
+        plane: Tensor,  # [T] int64, contiguous
+    ) -> Tensor:  # [T, N] float32
+        """scale_p (S_p x) for a plane of a variant a row; zeros where there is no such plane."""
+        x = x.contiguous()
+        y = torch.empty(x.shape[0], arena.out_features, dtype=torch.float32)
+        self.signs_function(
+            ISAS.index(self.isa_name(arena.dtype)), KINDS[arena.dtype], torch.get_num_threads(),
+            self.parallel, _arena_struct(arena), x.shape[0], x.data_ptr(),
+            x.stride(0) * x.itemsize, index.data_ptr(), plane.data_ptr(), y.data_ptr(),
         )  # fmt: skip
         return y
 
     def reconstruct(
         self,
         weight: Tensor,  # [N, K], contiguous along K
-        packed: Tensor,  # uint8 [P, N, ceil(K / 8)], contiguous along the last axis
-        scale: Tensor,  # float32 [P, N] or [P, 1]
-        out: Tensor,  # [N, K] in weight's dtype, contiguous
+        arena: DeltaArena,
+        slot: int,
+        out: Tensor,  # [n, K] in weight's dtype, contiguous
+        *,
+        first_row: int = 0,
+        more: Tensor | None = None,  # float32 [n, K], contiguous
     ) -> None:
-        """Write the effective weight, summed in float32 and rounded once, into `out`."""
+        """Write rows first_row .. of weight + D into `out`, summed in float32 and rounded once.
+
+        D is signs times row and column scales, plus `more`: the low-rank part of these rows.
+        """
         # No products of bfloat16 here: the plain 512-bit code serves all dtypes.
         isa = min(self.isa, ISAS.index("avx512"))
         self.reconstruct_function(
-            isa, KINDS[weight.dtype], torch.get_num_threads(), self.parallel, weight.shape[0],
-            weight.shape[1], weight.data_ptr(), weight.stride(0) * weight.itemsize,
-            packed.stride(1), _variant_table([packed], [scale]), out.data_ptr(),
+            isa, KINDS[weight.dtype], torch.get_num_threads(), self.parallel,
+            _arena_struct(arena), slot, first_row, out.shape[0],
+            weight[first_row:].data_ptr(), weight.stride(0) * weight.itemsize,
+            None if more is None else more.data_ptr(), out.data_ptr(),
         )  # fmt: skip
 
 
-def _variant_table(
-    packed: Sequence[Tensor], scale: Sequence[Tensor]
-) -> ctypes.Array[ctypes.c_int64]:
-    """`struct variant` of delta_linear.c for each; valid while the tensors live."""
-    fields: list[int] = []
-    for signs, alpha in zip(packed, scale, strict=True):
-        scale_row = 0 if alpha.shape[1] == 1 else alpha.stride(1)
-        fields += (
-            signs.data_ptr(), signs.stride(0),
-            alpha.data_ptr(), alpha.stride(0), scale_row, signs.shape[0],
-        )  # fmt: skip
-    return (ctypes.c_int64 * (_VARIANT_FIELDS * len(packed)))(*fields)
+def _arena_struct(arena: DeltaArena) -> ctypes.Array[ctypes.c_int64]:
+    """`struct arena` of delta_linear.c; valid while the arena lives."""
+    return (ctypes.c_int64 * 5)(
+        arena.data.data_ptr(), arena.table.data_ptr(), arena.out_features, arena.in_features,
+        packed_width(arena.in_features),
+    )  # fmt: skip
 
 
 @functools.cache
@@ -137,21 +162,19 @@ def load() -> Library | str:
         return f"neither AVX2 nor AVX-512: {_PORTABLE_ONLY}"
     isa = min(best, ISAS.index(wanted)) if wanted else best
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    decode, reconstruct = functions.soupkit_decode, functions.soupkit_reconstruct
-    # isa, kind, threads, parallel, then what the C signatures say.
-    decode.argtypes = (
-        number, number, number, pointer, number, number, number, pointer, number, pointer, number,
-        number, pointer, pointer, pointer,
-    )  # fmt: skip
-    reconstruct.argtypes = (
-        number, number, number, pointer, number, number, pointer, number, number, pointer, pointer,
-    )  # fmt: skip
-    decode.restype = reconstruct.restype = None
+    # isa, kind, threads, parallel, arena, then what the C signatures say.
+    common = (number, number, number, pointer, pointer)
+    decode, signs = functions.soupkit_decode, functions.soupkit_signs
+    reconstruct = functions.soupkit_reconstruct
+    decode.argtypes = (*common, number, pointer, number, pointer, number, pointer, pointer)
+    signs.argtypes = (*common, number, pointer, number, pointer, pointer, pointer)
+    reconstruct.argtypes = (*common, number, number, number, pointer, number, pointer, pointer)
+    decode.restype = signs.restype = reconstruct.restype = None
     try:
         parallel = ctypes.cast(ctypes.CDLL(None).GOMP_parallel, pointer)
     except AttributeError:
         parallel = None
-    return Library(isa, decode, reconstruct, parallel)
+    return Library(isa, decode, signs, reconstruct, parallel)
 
 
 def build() -> Path:

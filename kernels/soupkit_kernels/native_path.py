@@ -1,22 +1,24 @@
 """The multi-variant linear on a CPU through the C library of native.py.
 
-Tokens are grouped by variant, where that pays:
+Tokens go together, where that pays:
 - few of a variant: all such tokens, of any variants and of the base, in one fused pass that reads
-  the weights and the bits once (`soupkit_decode`);
+  the weights and the bits once (`Library.decode`); column scales are multiplied into the inputs and
+  meet the signs in a pass of their own (`Library.signs`), low-rank parts are two thin products;
 - many of one: its effective weight, a block of rows at a time, and F.linear;
 - many of the base: F.linear.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from soupkit_kernels import native
+from soupkit_kernels.arena import COLUMN, PLANES, RANK, DeltaArena
+from soupkit_kernels.plan import Plan
 
 # From so many tokens of one variant on, building its effective weight is the cheaper way. Measured
 # where `soupkit bench kernel` was (README.md), one variant and four, 2048 x 2048 and 4096 x 4096.
@@ -27,92 +29,180 @@ MANY_TOKENS = {"portable": 3, "avx2": 10, "avx512": 20, "avx512_bf16": 16}
 BLOCK_BYTES = 1 << 23
 
 
-def why_not(library: native.Library | str, weight: Tensor, packed: Sequence[Tensor]) -> str | None:
-    """Why such tensors cannot go through the library; None where they can."""
+def why_not(library: native.Library | str, arena: DeltaArena, weight: Tensor | None) -> str | None:
+    """Why such a layer cannot go through the library; None where it can."""
     if isinstance(library, str):
         return library
-    if not library.supports(weight.dtype):
-        return f"{weight.dtype} on {library.isa_name(weight.dtype)}"
-    if weight.stride(1) != 1 and weight.shape[1] > 1:
+    if not library.supports(arena.dtype):
+        return f"{arena.dtype} on {library.isa_name(arena.dtype)}"
+    if weight is not None and weight.stride(1) != 1 and weight.shape[1] > 1:
         return "the rows of the weight are not contiguous"
-    planes = max((signs.shape[0] for signs in packed), default=0)
-    if planes > native.MAX_PLANES:
-        return f"{planes} planes, more than {native.MAX_PLANES}"
+    if arena.planes > native.MAX_PLANES:
+        return f"{arena.planes} planes, more than {native.MAX_PLANES}"
     return None
 
 
-def fused_delta_linear(
+def linear(
     library: native.Library,
-    x: Tensor,  # [..., K]
+    x: Tensor,  # [T, K]
     weight: Tensor,  # [N, K]
-    packed: Sequence[Tensor],  # per variant uint8 [P, N, ceil(K / 8)]
-    scale: Sequence[Tensor],  # per variant float32 [P, N] or [P, 1]
-    variant_index: Tensor,  # int64 [...]; -1 is the base
-    bias: Tensor | None = None,  # [N]
-) -> Tensor:  # [..., N] in x's dtype
+    bias: Tensor | None,  # [N]
+    arena: DeltaArena,
+    step: Plan,
+) -> Tensor:  # [T, N] in x's dtype
     """The equation of naive.py; arguments as `op.delta_linear` and `why_not` let them through."""
-    tokens = x.reshape(variant_index.numel(), x.shape[-1])
-    index = variant_index.reshape(-1)
-    counts = Counter(index.tolist())
-    limit = MANY_TOKENS[library.isa_name(x.dtype)]
-    many = [variant for variant, count in counts.items() if count >= limit]
-    if len(counts) == len(many) == 1 or counts.keys() <= {-1}:
-        y = _one(library, tokens, weight, packed, scale, next(iter(counts), -1), bias)
-    elif not many:
-        y = _few(library, tokens, weight, packed, scale, index, bias)
-    else:
-        y = tokens.new_empty(tokens.shape[0], weight.shape[0])
-        groups = [index == variant for variant in many]
-        groups.append(~torch.stack(groups).any(dim=0))
-        for group in groups:
-            if bool(group.any()):
-                y[group] = fused_delta_linear(
-                    library, tokens[group], weight, packed, scale, index[group], bias
-                )
-    return y.reshape(*x.shape[:-1], weight.shape[0])
+    changed = {
+        v: n for v, n in step.tokens_by_variant().items() if v >= 0 and not arena.is_empty(v)
+    }
+    if not changed:
+        return F.linear(x, weight, bias)
+    limit = MANY_TOKENS[library.isa_name(arena.dtype)]
+    many = [variant for variant, count in changed.items() if count >= limit]
+    few = [variant for variant in changed if variant not in many]
+    num_plain = x.shape[0] - sum(changed.values())
+    if not many and num_plain < limit:
+        return _few(library, x, weight, bias, arena, step.index, few)
+    if many and changed[many[0]] == x.shape[0]:
+        return _many(library, x, weight, bias, arena, many[0])
+    y = x.new_empty(x.shape[0], arena.out_features)
+    rest = torch.ones_like(step.index, dtype=torch.bool)
+    for variant in many:
+        is_its = step.index == variant
+        rest &= ~is_its
+        rows = is_its.nonzero().squeeze(1)
+        y[rows] = _many(library, x[rows], weight, bias, arena, variant)
+    if num_plain >= limit:
+        is_changed = torch.isin(step.index, torch.tensor(list(changed)))
+        rows = (~is_changed).nonzero().squeeze(1)
+        y[rows] = F.linear(x[rows], weight, bias)
+        rest &= is_changed
+    rows = rest.nonzero().squeeze(1)
+    if rows.numel():
+        y[rows] = _few(library, x[rows], weight, bias, arena, step.index[rows], few)
+    return y
+
+
+def add(library: native.Library, y: Tensor, x: Tensor, arena: DeltaArena, step: Plan) -> None:
+    """y[t] += x[t] D_v^T, summed in float32, rounded once; tokens of the base keep theirs.
+
+    Args:
+        y: [T, N] contiguous, in x's dtype. x: [T, K].
+    """
+    changed = {
+        v: n for v, n in step.tokens_by_variant().items() if v >= 0 and not arena.is_empty(v)
+    }
+    limit = MANY_TOKENS[library.isa_name(arena.dtype)]
+    few = [variant for variant, count in changed.items() if count < limit]
+    if few:
+        rows = torch.isin(step.index, torch.tensor(few)).nonzero().squeeze(1)
+        part, total = x[rows], y[rows].float()
+        _add_signs(library, total, part, arena, step.index[rows], few)
+        _add_low_rank(total, part, arena, step.index[rows], few)
+        y[rows] = total.to(y.dtype)
+    nothing = torch.zeros(1, arena.in_features).expand(arena.out_features, -1)
+    for variant in changed.keys() - set(few):
+        rows = (step.index == variant).nonzero().squeeze(1)
+        part, total = x[rows].float(), y[rows].float()
+        for at, block in _effective(library, nothing, arena, variant):
+            total[:, at] += F.linear(part, block)
+        y[rows] = total.to(y.dtype)
 
 
 def _few(
     library: native.Library,
     x: Tensor,
     weight: Tensor,
-    packed: Sequence[Tensor],
-    scale: Sequence[Tensor],
-    index: Tensor,
     bias: Tensor | None,
+    arena: DeltaArena,
+    index: Tensor,
+    variants: Iterable[int],
 ) -> Tensor:
-    """All tokens in one pass over the weights."""
-    rows = packed[0].stride(1)
-    if any(signs.stride(2) != 1 or signs.stride(1) != rows for signs in packed):
-        packed = [signs.contiguous() for signs in packed]
-    y = library.decode(x, weight, packed, scale, index.contiguous())
+    """All tokens in one pass over the weights; variants: those in index that are not empty."""
+    y = library.decode(x, weight, arena, index)
+    with_columns = [v for v in variants if arena.row(v)[COLUMN] >= 0]
+    if with_columns:
+        _add_signs(library, y, x, arena, index, with_columns)
+    _add_low_rank(y, x, arena, index, variants)
     return (y if bias is None else y.add_(bias)).to(x.dtype)
 
 
-def _one(
+def _add_signs(
+    library: native.Library,
+    y: Tensor,  # [T, N] float32
+    x: Tensor,  # [T, K]
+    arena: DeltaArena,
+    index: Tensor,
+    variants: Iterable[int],
+) -> None:
+    """y += the signs of these variants, column scales included, for their tokens.
+
+    A column scale is multiplied into x, so each plane of a variant has inputs of its own.
+    """
+    inputs: list[Tensor] = []
+    items: list[tuple[int, int, Tensor]] = []
+    for variant in variants:
+        if not arena.row(variant)[PLANES]:
+            continue
+        delta = arena.delta(variant)
+        assert delta is not None
+        rows = (index == variant).nonzero().squeeze(1)
+        for plane in range(delta.planes):
+            part = x[rows]
+            if delta.column_scale is not None:
+                part = part.float() * delta.column_scale[plane]
+            inputs.append(part.to(library.input_dtype(arena.dtype)))
+            items.append((variant, plane, rows))
+    if items:
+        sizes = torch.tensor([rows.numel() for _, _, rows in items])
+        slots = torch.tensor([variant for variant, _, _ in items]).repeat_interleave(sizes)
+        planes = torch.tensor([plane for _, plane, _ in items]).repeat_interleave(sizes)
+        part = library.signs(torch.cat(inputs), arena, slots, planes)
+        y.index_add_(0, torch.cat([rows for _, _, rows in items]), part)
+
+
+def _add_low_rank(
+    y: Tensor, x: Tensor, arena: DeltaArena, index: Tensor, variants: Iterable[int]
+) -> None:
+    """y += up (down x) for the tokens of these variants, in float32."""
+    for variant in variants:
+        if not arena.row(variant)[RANK]:
+            continue
+        delta = arena.delta(variant)
+        assert delta is not None
+        assert delta.up is not None
+        assert delta.down is not None
+        rows = (index == variant).nonzero().squeeze(1)
+        y[rows] += F.linear(F.linear(x[rows].float(), delta.down.float()), delta.up.float())
+
+
+def _many(
     library: native.Library,
     x: Tensor,
     weight: Tensor,
-    packed: Sequence[Tensor],
-    scale: Sequence[Tensor],
-    variant: int,
     bias: Tensor | None,
+    arena: DeltaArena,
+    variant: int,
 ) -> Tensor:
-    """Many tokens of one variant, or any of the base."""
-    if variant < 0:
-        return F.linear(x, weight, bias)
-    signs, alpha = packed[variant], scale[variant]
-    if signs.stride(2) != 1:
-        signs = signs.contiguous()
+    """Many tokens of one variant that is not empty."""
+    y = x.new_empty(x.shape[0], arena.out_features)
+    for rows, block in _effective(library, weight, arena, variant):
+        y[:, rows] = F.linear(x, block, None if bias is None else bias[rows])
+    return y
+
+
+def _effective(
+    library: native.Library, weight: Tensor, arena: DeltaArena, variant: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of rows of weight + D in the weight's dtype; each is gone when the next is made."""
     num_rows, width = weight.shape
     step = min(num_rows, max(1, BLOCK_BYTES // max(1, width * weight.itemsize)))
-    scratch = x.new_empty(step, width)
-    y = x.new_empty(x.shape[0], num_rows)
+    scratch = torch.empty(step, width, dtype=weight.dtype)
+    delta = arena.delta(variant) if arena.row(variant)[RANK] else None
+    more = None
     for at in range(0, num_rows, step):
         rows = slice(at, min(at + step, num_rows))
         block = scratch[: rows.stop - at]
-        library.reconstruct(
-            weight[rows], signs[:, rows], alpha if alpha.shape[1] == 1 else alpha[:, rows], block
-        )
-        y[:, rows] = F.linear(x, block, None if bias is None else bias[rows])
-    return y
+        if delta is not None and delta.up is not None and delta.down is not None:
+            more = delta.up[rows].float() @ delta.down.float()
+        library.reconstruct(weight, arena, variant, block, first_row=at, more=more)
+        yield rows, block

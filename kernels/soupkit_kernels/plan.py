@@ -39,7 +39,7 @@ class Groups:
         order: [n] rows of x, sorted by variant, the base first; tokens of one variant keep theirs.
         variants: [n] the variant of each of them; -1 is the base, `slots` is out of range.
         starts: [G + 1]: group g is order[starts[g] : starts[g + 1]]; it may be empty.
-        members: [G, variants_per_group]: the variants in a group, ascending; -1 where there is none.
+        members: [G, variants_per_group]: the variants in a group, ascending; -1 where none is.
         locks: [MAX_LOCKS] zeros, and zeros again after every launch. Launches that may run at once
             need plans of their own.
         block_m: most tokens of a group.
@@ -93,6 +93,14 @@ class Plan:
     def num_tokens(self) -> int:
         return self.index.numel()
 
+    def tokens_by_variant(self) -> Mapping[int, int]:
+        """`counts`, asked of the device where the host does not know them.
+
+        Raises:
+            ValueError: a variant is out of range.
+        """
+        return _count(self.index, self.slots) if self.counts is None else self.counts
+
 
 def plan(
     variant_index: Tensor,
@@ -105,8 +113,8 @@ def plan(
     """The plan of a step.
 
     Args:
-        variant_index: int64 or int32, any shape: the slot of each token; -1 is the base. On the host
-            if it is known there: that gives the better plan.
+        variant_index: int64 or int32, any shape: the slot of each token; -1 is the base. On the
+            host if it is known there: that gives the better plan.
         slots, planes: of the arenas, the most planes of any layer.
         device: of the layers; the variants' own by default.
         is_lane: as the arenas; None: on a GPU only.
@@ -144,8 +152,7 @@ def plan(
         planes,
         rest,
         tuple(
-            Long(v, None if is_whole else (flat == v).nonzero().squeeze(1).to(device))
-            for v in long
+            Long(v, None if is_whole else (flat == v).nonzero().squeeze(1).to(device)) for v in long
         ),
     )
 

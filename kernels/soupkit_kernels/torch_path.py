@@ -1,8 +1,11 @@
-"""The multi-variant linear in plain torch: where the C library (native.py) cannot be had.
+"""The multi-variant layers in plain torch: where the C library (native.py) cannot be had.
 
-Tokens are grouped by variant; the base product of all groups that need one is a single F.linear.
-- few tokens of a variant: y = x W^T + scale * (S x), the signs unpacked in x's dtype.
-- many: y = x (W + scale S)^T, the effective weight built and used a block of rows at a time.
+Any device and dtype, every encoding, signs in the order of files. Tokens are grouped by variant;
+the base product of all groups that need one is a single F.linear.
+- few tokens of a variant: y = x W^T + scale * (S (column * x)) + up (down x), the signs unpacked in
+  x's dtype.
+- many: y = x (W + D)^T, the effective weight built and used a block of rows at a time.
+- an embedding unpacks the rows asked for, and no others.
 
 Measured with torch 2.13 and MKL on one thread of an x86 CPU with AVX512_BF16: median of 15 runs in
 thread CPU time, alternating with F.linear of the base, weights rotating over 60 MB. Time over that
@@ -24,13 +27,16 @@ table of x per byte by embedding_bag (wins for float32 at 2048 x 2048, M = 1 onl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from soupkit_kernels.arena import DeltaArena
 from soupkit_kernels.bitpack import unpack, unpack_into
+from soupkit_kernels.delta import Delta
+from soupkit_kernels.plan import Plan
 
 # From so many tokens of one variant on, building its effective weight is the cheaper way.
 _MANY_TOKENS_16_BIT = 64
@@ -41,35 +47,66 @@ _BLOCK_ENTRIES = 1 << 20
 _SIGNS_ENTRIES = 1 << 22
 
 
-def torch_delta_linear(
-    x: Tensor,  # [..., K]
+def linear(
+    x: Tensor,  # [T, K]
     weight: Tensor,  # [N, K]
-    packed: Sequence[Tensor],  # per variant uint8 [P, N, ceil(K / 8)]
-    scale: Sequence[Tensor],  # per variant float32 [P, N] or [P, 1]
-    variant_index: Tensor,  # int64 [...]; -1 is the base
-    bias: Tensor | None = None,  # [N]
-) -> Tensor:  # [..., N] in x's dtype
+    bias: Tensor | None,  # [N]
+    arena: DeltaArena,
+    step: Plan,
+) -> Tensor:  # [T, N] in x's dtype
     """The equation of naive.py; arguments are as `op.delta_linear` checks them."""
-    tokens = x.reshape(variant_index.numel(), x.shape[-1])
-    index = variant_index.reshape(-1)
-    variants = sorted(set(index.tolist()))
-    if len(variants) == 1:
-        y = _one_variant(tokens, weight, packed, scale, variants[0], bias)
-        return y.reshape(*x.shape[:-1], weight.shape[0])
-    y = tokens.new_empty(tokens.shape[0], weight.shape[0])
-    groups = {variant: (index == variant).nonzero().squeeze(1) for variant in variants}
+    changed = list(_changed(arena, step))
+    if not changed:
+        return F.linear(x, weight, bias)
+    if len(changed) == 1 and changed[0][1] is None:
+        return _one_variant(x, weight, bias, changed[0][0])
+    y = x.new_empty(x.shape[0], arena.out_features)
     limit = _many_tokens(x.dtype)
-    many = {v for v, rows in groups.items() if v >= 0 and rows.numel() >= limit}
-    plain = [rows for variant, rows in groups.items() if variant not in many]
-    if plain:
-        rows = torch.cat(plain)
-        y[rows] = F.linear(tokens[rows], weight, bias)
-    for variant, rows in groups.items():
-        if variant in many:
-            y[rows] = _effective(tokens[rows], weight, packed[variant], scale[variant], bias)
-        elif variant >= 0:
-            y[rows] = _add_delta(y[rows], tokens[rows], packed[variant], scale[variant])
-    return y.reshape(*x.shape[:-1], weight.shape[0])
+    is_plain = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
+    for delta, rows in changed:
+        assert rows is not None
+        if rows.numel() >= limit:
+            y[rows] = _effective(x[rows], weight, bias, delta)
+            is_plain[rows] = False
+    rows = is_plain.nonzero().squeeze(1)
+    if rows.numel():
+        y[rows] = F.linear(x[rows], weight, bias)
+    for delta, rows in changed:
+        if rows is not None and rows.numel() < limit:
+            y[rows] = _add_delta(y[rows], x[rows], delta)
+    return y
+
+
+def add(y: Tensor, x: Tensor, arena: DeltaArena, step: Plan) -> None:
+    """y[t] += x[t] D_v^T, rounded once; tokens of the base keep theirs.
+
+    Args:
+        y: [T, N] contiguous, in x's dtype. x: [T, K].
+    """
+    for delta, rows in _changed(arena, step):
+        if rows is None:
+            y.copy_(_add_delta(y, x, delta))
+        else:
+            y[rows] = _add_delta(y[rows], x[rows], delta)
+
+
+def embedding(ids: Tensor, weight: Tensor, arena: DeltaArena, step: Plan) -> Tensor:
+    """Rows `ids` [T] of W + D_v, summed in float32 or wider and rounded once: [T, K]."""
+    out = F.embedding(ids, weight)
+    for delta, rows in _changed(arena, step):
+        if rows is None:
+            return _rows(ids, out, delta)
+        out[rows] = _rows(ids[rows], out[rows], delta)
+    return out
+
+
+def _changed(arena: DeltaArena, step: Plan) -> Iterator[tuple[Delta, Tensor | None]]:
+    """The delta of each variant that has one here, and its rows; None: all of them."""
+    for variant, count in step.tokens_by_variant().items():
+        delta = arena.delta(variant) if variant >= 0 else None
+        if delta is not None:
+            whole = count == step.num_tokens
+            yield delta, None if whole else (step.index == variant).nonzero().squeeze(1)
 
 
 def _many_tokens(dtype: torch.dtype) -> int:
@@ -77,20 +114,11 @@ def _many_tokens(dtype: torch.dtype) -> int:
     return _MANY_TOKENS_16_BIT if dtype.itemsize == 2 else _MANY_TOKENS_WIDE
 
 
-def _one_variant(
-    x: Tensor,
-    weight: Tensor,
-    packed: Sequence[Tensor],
-    scale: Sequence[Tensor],
-    variant: int,
-    bias: Tensor | None,
-) -> Tensor:
-    """All tokens of one variant, or all of the base: no rows to gather."""
-    if variant < 0:
-        return F.linear(x, weight, bias)
+def _one_variant(x: Tensor, weight: Tensor, bias: Tensor | None, delta: Delta) -> Tensor:
+    """All tokens of one variant: no rows to gather."""
     if x.shape[0] >= _many_tokens(x.dtype):
-        return _effective(x, weight, packed[variant], scale[variant], bias)
-    return _add_delta(F.linear(x, weight, bias), x, packed[variant], scale[variant])
+        return _effective(x, weight, bias, delta)
+    return _add_delta(F.linear(x, weight, bias), x, delta)
 
 
 def _row_blocks(num_rows: int, num_columns: int, entries: int) -> list[slice]:
@@ -102,33 +130,37 @@ def _row_blocks(num_rows: int, num_columns: int, entries: int) -> list[slice]:
 def _add_delta(
     y: Tensor,  # [T, N] in x's dtype
     x: Tensor,  # [T, K]
-    packed: Tensor,  # [P, N, ceil(K / 8)]
-    scale: Tensor,  # [P, N] or [P, 1]
+    delta: Delta,
 ) -> Tensor:  # [T, N] in x's dtype
-    """y + sum_p scale_p * (S_p x), scaled and added in float32 or wider."""
+    """y + x D^T, scaled and added in float32 or wider."""
     # In float16 a sum of signed inputs may pass 65504 before it is scaled.
     part = x.float() if x.dtype == torch.float16 else x
     wide = torch.promote_types(x.dtype, torch.float32)
     entries = _SIGNS_ENTRIES if part.dtype.itemsize == 2 else _BLOCK_ENTRIES
     total = y.to(wide, copy=True)
-    for plane, alpha in zip(packed, scale.to(wide), strict=True):
-        for rows in _row_blocks(plane.shape[0], x.shape[1], entries):
-            product = F.linear(part, unpack(plane[rows], x.shape[1], part.dtype))
-            total[:, rows].addcmul_(product.to(wide), alpha if alpha.numel() == 1 else alpha[rows])
+    for plane in range(delta.planes):
+        assert delta.packed is not None
+        assert delta.scale is not None
+        signs, alpha, given = delta.packed[plane], delta.scale[plane].to(wide), part
+        if delta.column_scale is not None:
+            given = (x.to(wide) * delta.column_scale[plane].to(wide)).to(part.dtype)
+        for rows in _row_blocks(signs.shape[0], x.shape[1], entries):
+            product = F.linear(given, unpack(signs[rows], x.shape[1], part.dtype))
+            total[:, rows].addcmul_(product.to(wide), alpha[rows])
+    if delta.up is not None and delta.down is not None:
+        total += F.linear(F.linear(x.to(wide), delta.down.to(wide)), delta.up.to(wide))
     return total.to(x.dtype)
 
 
 def _effective(
     x: Tensor,  # [T, K]
     weight: Tensor,  # [N, K]
-    packed: Tensor,  # [P, N, ceil(K / 8)]
-    scale: Tensor,  # [P, N] or [P, 1]
     bias: Tensor | None,
+    delta: Delta,
 ) -> Tensor:  # [T, N] in x's dtype
     """x times the effective weight, which is summed in float32 or wider and rounded once."""
     wide = torch.promote_types(x.dtype, torch.float32)
     num_rows, num_columns = weight.shape
-    alpha = scale.to(wide).expand(-1, num_rows).unsqueeze(2)
     blocks = _row_blocks(num_rows, num_columns, _BLOCK_ENTRIES)
     # Allocated once: memory fresh from the system costs more than the arithmetic (page faults).
     total = x.new_empty(blocks[0].stop if blocks else 0, num_columns, dtype=wide)
@@ -136,11 +168,37 @@ def _effective(
     y = x.new_empty(x.shape[0], num_rows)
     for rows in blocks:
         size = rows.stop - rows.start
-        block = unpack_into(packed[0, rows], total[:size]).mul_(alpha[0, rows])
-        for plane in range(1, packed.shape[0]):
-            signs = unpack(packed[plane, rows], num_columns, wide)
-            block.addcmul_(signs, alpha[plane, rows])
-        block.add_(weight[rows])
+        block = _delta_rows(delta, rows, total[:size]).add_(weight[rows])
         effective = block if wide == x.dtype else rounded[:size].copy_(block)
         y[:, rows] = F.linear(x, effective, None if bias is None else bias[rows])
     return y
+
+
+def _rows(ids: Tensor, base: Tensor, delta: Delta) -> Tensor:
+    """base [T, K], rows `ids` of a weight, with those of a delta; in base's dtype."""
+    wide = torch.promote_types(base.dtype, torch.float32)
+    total = _delta_rows(delta, ids, torch.empty_like(base, dtype=wide))
+    return total.add_(base).to(base.dtype)
+
+
+def _delta_rows(delta: Delta, rows: slice | Tensor, out: Tensor) -> Tensor:
+    """Write rows of a delta into `out` [n, K], float32 or wider, and return it."""
+    wide = out.dtype
+    for plane in range(delta.planes):
+        assert delta.packed is not None
+        assert delta.scale is not None
+        signs = delta.packed[plane][rows]
+        alpha = delta.scale[plane][rows].to(wide).unsqueeze(1)
+        column = None if delta.column_scale is None else delta.column_scale[plane].to(wide)
+        if plane == 0:
+            unpack_into(signs, out).mul_(alpha)
+            if column is not None:
+                out.mul_(column)
+        else:
+            term = unpack(signs, out.shape[1], wide)
+            out.addcmul_(term if column is None else term * column, alpha)
+    if not delta.planes:
+        out.zero_()
+    if delta.up is not None and delta.down is not None:
+        out.addmm_(delta.up[rows].to(wide), delta.down.to(wide))
+    return out
