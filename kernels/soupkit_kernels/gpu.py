@@ -18,9 +18,7 @@ from soupkit_kernels.triton_linear import delta_linear_kernel
 
 # Multiprocessors assumed where there is no GPU: those of an H100.
 _ASSUMED_SMS = 132
-_PROGRAMS_PER_SM = 2
-# Steps of K that a split must have, or its prologue and its share of the sum cost more than it
-# saves.
+# Steps of K that a split must have: fewer, and its start and the sum cost more than it saves.
 _LEAST_STEPS = 4
 
 # -1 as the kernel takes it (`flip`): twice in a 16-bit dtype, as an int32.
@@ -66,7 +64,8 @@ def linear(
     terms = bucket(groups.variants_per_group * planes)
     chosen = config(groups.block_m, terms, x.element_size())
     tiles = -(-n // chosen.block_n)
-    width, splits = split(k, groups.num_groups * tiles, chosen.block_k, num_sms(x.device))
+    programs = chosen.per_sm * num_sms(x.device)
+    width, splits = split(k, groups.num_groups * tiles, chosen.block_k, programs)
     partials = None
     if splits > 1:
         size = groups.num_groups * tiles * splits * chosen.block_n * groups.block_m
@@ -88,15 +87,18 @@ def linear(
     return y
 
 
-def split(k: int, programs: int, block_k: int, sms: int) -> tuple[int, int]:
-    """How K is split so that there are about two programs a multiprocessor.
+def split(k: int, tiles: int, block_k: int, programs: int) -> tuple[int, int]:
+    """How K is split so that about as many programs run as fit the GPU at once.
 
+    Args:
+        tiles: programs without a split.
+        programs: that fit.
     Returns:
         inputs of a split, a multiple of block_k, and the number of splits.
     """
     steps = max(1, -(-k // block_k))
-    wanted = _PROGRAMS_PER_SM * sms // programs
-    if programs > MAX_LOCKS or wanted < 2:
+    wanted = programs // tiles
+    if tiles > MAX_LOCKS or wanted < 2:
         return steps * block_k, 1
     per_split = max(-(-steps // wanted), min(_LEAST_STEPS, steps))
     return per_split * block_k, -(-steps // per_split)

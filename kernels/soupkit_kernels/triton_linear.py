@@ -11,7 +11,7 @@ through registers alone. Every term is multiplied with all tokens of the group; 
 the columns (tokens) that are of the term's variant. Nothing is ever multiplied by 0 to hide it: an
 inf or NaN of one token stays in its row.
 
-Signs come in LANE order (bitpack.py): a lane of the tensor core finds the signs of its 32 inputs of
+Signs come in LANE order (lane.py): a lane of the tensor core finds the signs of its 32 inputs of
 128 in one word. A shift and one LOP3 (mask, then xor) make two 16-bit values, +-1 or +-column.
 
 Split K: each program stores its float32 sums, then counts itself in at the lock of its (group,
@@ -22,19 +22,24 @@ Legend: T tokens, K in_features, N out_features, P planes of the arena, R rank, 
 of a group. The arena, its table and the plan are described in arena.py and plan.py.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005  (Triton does not take a starred tuple)
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# Columns of the arena's table (arena.py). A kernel reads globals only if they are constexpr.
-_WIDTH = tl.constexpr(7)
-_PLANES = tl.constexpr(0)
-_PACKED = tl.constexpr(1)
-_SCALE = tl.constexpr(2)
-_COLUMN = tl.constexpr(3)
-_RANK = tl.constexpr(4)
-_UP = tl.constexpr(6)
+from soupkit_kernels import arena
+
+# A kernel reads globals only if they are constexpr.
+_WIDTH = tl.constexpr(arena.NUM_COLUMNS)
+_PLANES = tl.constexpr(arena.PLANES)
+_PACKED = tl.constexpr(arena.PACKED)
+_SCALE = tl.constexpr(arena.SCALE)
+_COLUMN = tl.constexpr(arena.COLUMN)
+_RANK = tl.constexpr(arena.RANK)
+_UP = tl.constexpr(arena.UP)
 
 _TOP_BITS = tl.constexpr(-0x7FFF8000)  # 0x80008000 as int32: the sign bits of a 16-bit pair
 _TOP_BIT = tl.constexpr(-0x80000000)
@@ -51,31 +56,38 @@ def find_term(t, table, members, slots, planes, variants_per_group):
 
 
 @triton.jit
-def make_signs(words, flip, dtype: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """LANE words int32 [BLOCK_N, BLOCK_K / 32] -> [BLOCK_N, BLOCK_K] of dtype.
+def make_signs(words, k, flip, dtype: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The signs of inputs k .. k + BLOCK_K, [BLOCK_N, BLOCK_K] of dtype, from their LANE words.
 
-    flip: the value of a 0, negated column scale or -1, as int32: a scalar, or [1, BLOCK_K / 2]
-    pairs of a 16-bit dtype, or [1, BLOCK_K] of float32. A 1 gives the opposite.
+    words: int32 [BLOCK_N, 4 ceil(BLOCK_K / 128)]: of whole blocks of 128, one of them if BLOCK_K is
+    less. flip: the value of a 0, negated column scale or -1, as int32: a scalar, or
+    [1, BLOCK_K / 2] pairs of a 16-bit dtype, or [1, BLOCK_K] of float32. A 1 gives the opposite.
     """
-    shift = 15 - tl.arange(0, 16)
-    lanes = tl.reshape(words, (BLOCK_N, BLOCK_K // 128, 4))[:, :, None, :]
+    BLOCKS: tl.constexpr = (BLOCK_K + 127) // 128
+    STEPS: tl.constexpr = BLOCK_K // BLOCKS // 8
+    shift = 15 - tl.arange(0, STEPS)
+    if BLOCK_K < 128:
+        shift -= k % 128 // 8
+    lanes = tl.reshape(words, (BLOCK_N, BLOCKS, 4))[:, :, None, :]
     pairs = tl.reshape((lanes << shift[None, None, :, None]) & _TOP_BITS, (BLOCK_N, BLOCK_K // 2))
     if dtype == tl.float32:
         wide = tl.join(pairs << 16, pairs & _TOP_BIT)
-        return (tl.reshape(wide, (BLOCK_N, BLOCK_K)) ^ flip).to(dtype, bitcast=True)
-    pairs = pairs ^ flip
-    even = pairs.to(tl.int16).to(dtype, bitcast=True)
-    odd = (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
-    return tl.reshape(tl.join(even, odd), (BLOCK_N, BLOCK_K))
+        signs = (tl.reshape(wide, (BLOCK_N, BLOCK_K)) ^ flip).to(dtype, bitcast=True)
+    else:
+        pairs = pairs ^ flip
+        even = pairs.to(tl.int16).to(dtype, bitcast=True)
+        odd = (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
+        signs = tl.reshape(tl.join(even, odd), (BLOCK_N, BLOCK_K))
+    return signs
 
 
 @triton.jit
 def open_terms(
-    words, table, members, n, N, row_words, slots, planes, variants_per_group,
+    words, table, members, row, N, K, row_words, slots, planes, variants_per_group,
     TERMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, K_PER_WORD: tl.constexpr,
 ):  # fmt: skip
-    """For each term: zero sums, pointers to its rows of words [BLOCK_N, 1], the first row that is
-    not there (0 for an unused term: it loads nothing) and a pointer to its column scales."""
+    """For each term: zero sums, pointers to its rows of words [BLOCK_N, 1], how many inputs it has
+    (0 for an unused term: it loads nothing) and a pointer to its column scales."""
     sums = ()
     rows = ()
     limits = ()
@@ -83,12 +95,13 @@ def open_terms(
     for t in tl.static_range(TERMS):
         variant, plane, used = find_term(t, table, members, slots, planes, variants_per_group)
         entry = table + variant * _WIDTH
-        signs = tl.load(entry + _PACKED, mask=used, other=0) // 4
-        column = tl.load(entry + _COLUMN, mask=used, other=0) // 4
-        row = plane.to(tl.int64) * N + n.to(tl.int64)
+        # Parts of a slot begin at multiples of 128 bytes.
+        signs = tl.multiple_of(tl.load(entry + _PACKED, mask=used, other=0) // 4, 32)
+        column = tl.multiple_of(tl.load(entry + _COLUMN, mask=used, other=0) // 4, 32)
+        plane_row = plane.to(tl.int64) * N + row
         sums = sums + (tl.zeros((BLOCK_N, BLOCK_M), tl.float32),)
-        rows = rows + (words + signs + row[:, None] * row_words,)
-        limits = limits + (tl.where(used, N, 0),)
+        rows = rows + (words + signs + plane_row[:, None] * row_words,)
+        limits = limits + (tl.where(used, K, 0),)
         columns = columns + (words + column + plane * (row_words * 32 // K_PER_WORD),)
     return sums, rows, limits, columns
 
@@ -106,20 +119,22 @@ def add_low_rank(
         up = values + tl.load(entry + _UP, mask=known, other=0) // size + n
         mine = (variant_of == variant) & (variant_of >= 0)
         for r in range(tl.load(entry + _RANK, mask=known, other=0).to(tl.int32)):
-            left = tl.load(up + r.to(tl.int64) * N, mask=n < N, other=0.0).to(tl.float32)
+            left = tl.load(up, mask=n < N, other=0.0).to(tl.float32)
             right = tl.load(low + token * rank + r, mask=mine, other=0.0)
             acc = tl.where(mine[None, :], acc + left[:, None] * right[None, :], acc)
+            up += N
     return acc
 
 
 @triton.jit
-def add_splits(acc, partials, lock, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Leave this program's acc at its place of partials [splits, BLOCK_N, BLOCK_M].
+def add_splits(acc, partials, lock, count, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Leave this program's acc at its place of partials [splits, BLOCK_M, BLOCK_N].
 
     Returns the sum over all splits and True in the last program to come, else acc and False.
     """
-    cell = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-    tl.store(partials + tl.program_id(2) * (BLOCK_N * BLOCK_M) + cell, acc)
+    m = tl.arange(0, BLOCK_M)[None, :]
+    cell = partials + m * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    tl.store(cell + tl.program_id(2) * (BLOCK_M * BLOCK_N), acc, mask=m < count)
     # All threads' stores come before the one thread's release.
     tl.debug_barrier()
     last = tl.atomic_add(lock, 1, sem="acq_rel") == tl.num_programs(2) - 1
@@ -128,7 +143,8 @@ def add_splits(acc, partials, lock, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for split in range(tl.num_programs(2)):
             # .cg: from L2; L1 is not coherent.
-            acc += tl.load(partials + split * (BLOCK_N * BLOCK_M) + cell, cache_modifier=".cg")
+            part = cell + split * (BLOCK_M * BLOCK_N)
+            acc += tl.load(part, mask=m < count, other=0.0, cache_modifier=".cg")
     return acc, last
 
 
@@ -143,7 +159,7 @@ def delta_linear_kernel(
     table,  # int64 [slots, 7]
     low,  # float32 [T, rank]: down_v x[t]
     order, variants, starts, members,  # the plan: int32 [T], [T], [G + 1], [G, C]
-    partials,  # float32 [G, tiles of N, splits, BLOCK_N, BLOCK_M]
+    partials,  # float32 [G, tiles of N, splits, BLOCK_M, BLOCK_N]
     locks,  # int32 [>= G * tiles of N] zeros, left zero
     N, K, stride_x, stride_w, stride_y,  # strides of rows, in elements
     split_width,  # inputs of a split, a multiple of BLOCK_K
@@ -165,52 +181,60 @@ def delta_linear_kernel(
         return
     members += group * variants_per_group
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Rows past the last load the last: no mask in the loop.
+    row = tl.minimum(n, N - 1).to(tl.int64)
     m = tl.arange(0, BLOCK_M)
     token = tl.load(order + first + m, mask=m < count, other=0).to(tl.int64)
     k_of = tl.arange(0, BLOCK_K)
-    word_of = tl.arange(0, BLOCK_K // 32)
+    word_of = tl.arange(0, (BLOCK_K + 127) // 128 * 4)
     column_of = tl.arange(0, BLOCK_K // K_PER_WORD)
     row_words = tl.cdiv(K, 128) * 4
     x_rows = x + token[None, :] * stride_x
     if HAS_BASE:
-        w_rows = w + n.to(tl.int64)[:, None] * stride_w
+        w_rows = w + row[:, None] * stride_w
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     sums, word_rows, limits, columns = open_terms(
-        words, table, members, n, N, row_words, slots, planes, variants_per_group,
+        words, table, members, row, N, K, row_words, slots, planes, variants_per_group,
         TERMS, BLOCK_M, BLOCK_N, K_PER_WORD,
     )  # fmt: skip
     k_first = tl.program_id(2) * split_width
     for k in range(k_first, tl.minimum(K, k_first + split_width), BLOCK_K):
-        k_end = BLOCK_K if IS_EVEN_K else K - k
-        x_mask = (m < count)[None, :] & (k_of < k_end)[:, None]
+        x_mask = (m < count)[None, :]
+        if not IS_EVEN_K:
+            x_mask = x_mask & (k + k_of < K)[:, None]
         x_tile = tl.load(x_rows + (k + k_of)[:, None], mask=x_mask, other=0.0)
         if HAS_BASE:
-            w_mask = (n < N)[:, None] & (k_of < k_end)[None, :]
-            w_tile = tl.load(w_rows + (k + k_of)[None, :], mask=w_mask, other=0.0)
+            if IS_EVEN_K:
+                w_tile = tl.load(w_rows + (k + k_of)[None, :])
+            else:
+                w_mask = (k + k_of < K)[None, :]
+                w_tile = tl.load(w_rows + (k + k_of)[None, :], mask=w_mask, other=0.0)
             acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
         new = ()
         for t in tl.static_range(TERMS):
-            word_mask = (n < limits[t])[:, None] & (word_of < tl.cdiv(k_end, 128) * 4)[None, :]
-            tile = tl.load(word_rows[t] + (k // 32 + word_of)[None, :], mask=word_mask, other=0)
+            k_block = k >> 7
+            word_mask = ((k_block + word_of // 4) * 128 < limits[t])[None, :]
+            tile = tl.load(word_rows[t] + (k_block * 4 + word_of)[None, :], mask=word_mask, other=0)
             minus = flip
             if HAS_COLUMNS:
-                column_mask = column_of * K_PER_WORD < tl.where(limits[t] > 0, k_end, 0)
                 column = columns[t] + k // K_PER_WORD + column_of
+                column_mask = k + column_of * K_PER_WORD < limits[t]
                 minus = tl.load(column, mask=column_mask, other=0)[None, :]
-            signs = make_signs(tile, minus, dtype, BLOCK_N, BLOCK_K)
+            signs = make_signs(tile, k, minus, dtype, BLOCK_N, BLOCK_K)
             new = new + (tl.dot(signs, x_tile, sums[t], input_precision="ieee"),)
         sums = new
     variant_of = tl.load(variants + first + m, mask=m < count, other=-1)
     for t in tl.static_range(TERMS):
         variant, plane, used = find_term(t, table, members, slots, planes, variants_per_group)
         start = tl.load(table + variant * _WIDTH + _SCALE, mask=used, other=0) // 4
-        scale = tl.load(floats + start + plane.to(tl.int64) * N + n, mask=n < limits[t], other=0.0)
+        scales = floats + start + plane.to(tl.int64) * N + n
+        scale = tl.load(scales, mask=n < tl.where(used, N, 0), other=0.0)
         mine = variant_of == tl.where(used, variant, -2)
         acc = tl.where(mine[None, :], acc + sums[t] * scale[:, None], acc)
     if SPLIT_K:
         cell = group * tl.num_programs(1) + tl.program_id(1)
         place = cell.to(tl.int64) * tl.num_programs(2) * (BLOCK_N * BLOCK_M)
-        acc, last = add_splits(acc, partials + place, locks + cell, BLOCK_N, BLOCK_M)
+        acc, last = add_splits(acc, partials + place, locks + cell, count, BLOCK_N, BLOCK_M)
         if not last:
             return
     if HAS_LOW_RANK:
