@@ -214,13 +214,30 @@ def test_embedding_rows(k: int, dtype: torch.dtype) -> None:
 def test_embedding_takes_int32_and_no_token() -> None:
     arena = make_arena([make_delta(4, 16, planes=1)], torch.bfloat16)
     weight = make_weight(4, 16, torch.bfloat16)
-    ids = torch.tensor([3, 1], dtype=torch.int32, device=DEVICE)
+    ids = torch.tensor([3, 0, 1, 0], dtype=torch.int32, device=DEVICE)[::2]
     variants = torch.tensor([0, -1], dtype=torch.int32, device=DEVICE)
     out = poisoned(2, 16, dtype=torch.bfloat16)
     embedding_rows(ids, weight, arena.data, arena.table, variants, out, **limits(arena))
     assert torch.equal(out, torch.stack((whole(weight, arena, 0)[3], weight[1])))
     none = poisoned(0, 16, dtype=torch.bfloat16)
     embedding_rows(ids[:0], weight, arena.data, arena.table, variants[:0], none, **limits(arena))
+
+
+def test_an_arena_without_slots() -> None:
+    arena = DeltaArena(
+        4, 16, slots=0, slot_bytes=0, planes=1, has_columns=True, rank=2, dtype=torch.bfloat16,
+        device=DEVICE, is_lane=True,
+    )  # fmt: skip
+    weight = make_weight(4, 16, torch.bfloat16)
+    variants = torch.tensor([-1, 0], device=DEVICE)
+    out = poisoned(2, 16, dtype=torch.bfloat16)
+    embedding_rows(variants + 1, weight, arena.data, arena.table, variants, out, **limits(arena))
+    assert torch.equal(out[0], weight[0])
+    assert out[1].isnan().all()
+    low = low_rank_product(
+        weight[:2], arena.data.view(weight.dtype), arena.table, plan_of([-1, 0]), rank=2
+    )
+    assert not low.any()
 
 
 def plan_of(variants: list[int]) -> Groups:
@@ -247,7 +264,7 @@ def test_the_low_rank_product_of_few_tokens(k: int, count: int, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_low_rank_product_of_many_tokens(dtype: torch.dtype) -> None:
-    check_low_rank_product(200, [(7 * i) % 6 - 1 for i in range(64)] + [9] * 3, dtype)
+    check_low_rank_product(200, [(7 * i + 4) % 6 - 1 for i in range(64)] + [9] * 3, dtype)
 
 
 def check_low_rank_product(k: int, variants: list[int], dtype: torch.dtype) -> None:

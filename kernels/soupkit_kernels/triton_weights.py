@@ -290,7 +290,7 @@ def embedding_rows(
     and reads nothing.
 
     Args:
-        ids, variants: int64 or int32 [T], contiguous; variant -1 is the base.
+        ids, variants: int64 or int32 [T]; variant -1 is the base.
         out: [T, K] in the weight's dtype, the last axis contiguous; the others as `reconstruct`.
     Returns:
         out.
@@ -300,7 +300,7 @@ def embedding_rows(
         return out
     with _on(weight):
         embedding_rows_kernel[out.shape[0], triton.cdiv(k, _ROW_COLUMNS)](
-            ids, variants, weight, out,
+            ids.contiguous(), variants.contiguous(), weight, out,
             data.view(torch.int32), data.view(torch.float32), data.view(weight.dtype), table,
             table.shape[0], n, k, weight.stride(0), out.stride(0),
             HAS_SIGNS=planes > 0, HAS_COLUMNS=has_columns, HAS_LOW_RANK=rank > 0,
