@@ -74,7 +74,7 @@ class DeltaArena:
         self.dtype, self.is_lane = dtype, is_lane
         self.data = torch.zeros(slots * self.slot_bytes, dtype=torch.uint8, device=device)
         # A copy of the table on the host, so that nobody has to ask the device.
-        self._rows = [_EMPTY] * slots
+        self._rows: list[tuple[int, ...]] = [_EMPTY] * slots
         self.table = torch.tensor(self._rows, dtype=torch.int64).view(slots, NUM_COLUMNS).to(device)
 
     @classmethod
@@ -113,6 +113,10 @@ class DeltaArena:
     def row(self, slot: int) -> tuple[int, ...]:
         """The slot's row of the table; known without asking the device."""
         return self._rows[slot]
+
+    def takes(self, delta: Delta) -> bool:
+        """Whether a slot has room for it."""
+        return not any(has > limit for _, has, limit in self._limits(delta))
 
     def put(self, slot: int, delta: Delta) -> None:
         """Write a delta into a slot; what it held is gone.
@@ -178,22 +182,40 @@ class DeltaArena:
         if like is not None:
             planes, rank = max(planes, like.planes), max(rank, like.rank)
             has_columns = has_columns or like.column_scale is not None
-        held = {slot: self.delta(slot) for slot in range(self.slots)}
-        deltas = [delta for delta in (*held.values(), like) if delta is not None]
-        needed = max(
-            (slot_bytes_for(d, dtype=self.dtype, is_lane=self.is_lane, has_columns=has_columns)
-             for d in deltas),
-            default=0,
-        )  # fmt: skip
+        # Bytes lie the same in both, but LANE order has columns in all slots or in none.
+        is_same = not self.is_lane or has_columns == self.has_columns
+        slot_bytes = self.slot_bytes
+        if not is_same:
+            slot_bytes += _aligned(self.planes * self._column_width * self.dtype.itemsize)
+        if like is not None:
+            needed = slot_bytes_for(
+                like, dtype=self.dtype, is_lane=self.is_lane, has_columns=has_columns
+            )
+            slot_bytes = max(slot_bytes, needed)
         other = DeltaArena(
             self.out_features, self.in_features, slots=max(slots, self.slots),
-            slot_bytes=max(needed, self.slot_bytes), planes=planes, has_columns=has_columns,
-            rank=rank, dtype=self.dtype, device=self.device, is_lane=self.is_lane,
+            slot_bytes=slot_bytes, planes=planes, has_columns=has_columns, rank=rank,
+            dtype=self.dtype, device=self.device, is_lane=self.is_lane,
         )  # fmt: skip
-        for slot, delta in held.items():
-            if delta is not None:
+        for slot in range(self.slots):
+            if self.is_empty(slot):
+                continue
+            if is_same:
+                other._copy_slot(slot, self)
+            else:
+                delta = self.delta(slot)
+                assert delta is not None
                 other.put(slot, delta)
         return other
+
+    def _copy_slot(self, slot: int, source: DeltaArena) -> None:
+        """A slot of an arena whose slots are no larger, byte for byte."""
+        to, at, size = slot * self.slot_bytes, slot * source.slot_bytes, source.slot_bytes
+        self.data[to : to + size].copy_(source.data[at : at + size])
+        row = list(source.row(slot))
+        for column in (PACKED, SCALE, COLUMN, DOWN, UP):
+            row[column] += to - at if row[column] >= 0 else 0
+        self._set_row(slot, tuple(row))
 
     @property
     def _row_bytes(self) -> int:
@@ -228,18 +250,20 @@ class DeltaArena:
         shape = (delta.out_features, delta.in_features)
         if shape != (self.out_features, self.in_features):
             raise ValueError(f"a delta {shape}: needs {(self.out_features, self.in_features)}")
-        for name, has, limit in (
-            ("planes", delta.planes, self.planes),
-            ("rank", delta.rank, self.rank),
-            ("column scales", int(delta.column_scale is not None), int(self.has_columns)),
-            ("bytes", self._needed(delta), self.slot_bytes),
-        ):
+        for name, has, limit in self._limits(delta):
             if has > limit:
                 raise ValueError(f"a delta with {name} {has}: a slot takes {limit}; grow the arena")
 
-    def _needed(self, delta: Delta) -> int:
-        return slot_bytes_for(
+    def _limits(self, delta: Delta) -> tuple[tuple[str, int, int], ...]:
+        """What a delta has and what a slot takes."""
+        needed = slot_bytes_for(
             delta, dtype=self.dtype, is_lane=self.is_lane, has_columns=self.has_columns
+        )
+        return (
+            ("planes", delta.planes, self.planes),
+            ("rank", delta.rank, self.rank),
+            ("column scales", int(delta.column_scale is not None), int(self.has_columns)),
+            ("bytes", needed, self.slot_bytes),
         )
 
     def _stored(self, delta: Delta) -> dict[int, Tensor]:
