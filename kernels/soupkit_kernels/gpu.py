@@ -7,6 +7,7 @@ triton; op.py imports this one when it is first needed.
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from soupkit_kernels.configs import Config, bucket, config
 from soupkit_kernels.plan import MAX_LOCKS, Groups
 from soupkit_kernels.triton_linear import delta_linear_kernel
+from soupkit_kernels.triton_weights import low_rank_product
 
 # Multiprocessors assumed where there is no GPU: those of an H100.
 _ASSUMED_SMS = 132
@@ -43,14 +45,15 @@ def linear(
     rank: int,
     y: Tensor | None = None,
 ) -> Tensor:  # [T, N]
-    """The rows of y that are in a group: x times the effective weight of each token's variant.
+    """x times the effective weight of each token's variant, for the tokens of the groups.
 
     Args:
-        weight: None: x D_v^T is added to y, and bias is not used.
+        weight: None: x D_v^T (and bias) is added to y.
         planes, has_columns, rank: of the arena.
-        y: rows contiguous, written in place; by default a new tensor.
+        y: rows contiguous, written in place; by default a new tensor. Only rows of tokens of the
+            groups are written.
     Returns:
-        y.
+        y. A token whose variant has no slot gets NaN.
     """
     if y is None:
         assert weight is not None, "without a weight the product is added to y: give y"
@@ -71,19 +74,21 @@ def linear(
         size = groups.num_groups * tiles * splits * chosen.block_n * groups.block_m
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
     values = data.view(x.dtype)
-    low = _low_rank(x, values, table, groups, rank) if rank else None
-    delta_linear_kernel[groups.num_groups, tiles, splits](
-        x, weight, bias if weight is not None else None, y,
-        data.view(torch.int32), data.view(torch.float32), values, table, low,
-        groups.order, groups.variants, groups.starts, groups.members,
-        partials, groups.locks if splits > 1 else None,
-        n, k, x.stride(0), 0 if weight is None else weight.stride(0), y.stride(0), width,
-        table.shape[0], planes, groups.variants_per_group, rank, _MINUS_ONE[x.dtype],
-        TERMS=terms, BLOCK_M=groups.block_m, BLOCK_N=chosen.block_n, BLOCK_K=chosen.block_k,
-        IS_EVEN_K=k % chosen.block_k == 0, SPLIT_K=splits > 1, HAS_BASE=weight is not None,
-        HAS_BIAS=bias is not None and weight is not None, HAS_COLUMNS=has_columns and planes > 0,
-        HAS_LOW_RANK=rank > 0, num_warps=chosen.num_warps, num_stages=chosen.num_stages,
-    )  # fmt: skip
+    low = low_rank_product(x, values, table, groups, rank=rank) if rank else None
+    # Triton launches on the current device.
+    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+        delta_linear_kernel[groups.num_groups, tiles, splits](
+            x, weight, bias, y,
+            data.view(torch.int32), data.view(torch.float32), values, table, low,
+            groups.order, groups.variants, groups.starts, groups.members,
+            partials, groups.locks if splits > 1 else None,
+            n, k, x.stride(0), 0 if weight is None else weight.stride(0), y.stride(0), width,
+            table.shape[0], planes, groups.variants_per_group, rank, _MINUS_ONE[x.dtype],
+            TERMS=terms, BLOCK_M=groups.block_m, BLOCK_N=chosen.block_n, BLOCK_K=chosen.block_k,
+            IS_EVEN_K=k % chosen.block_k == 0, SPLIT_K=splits > 1, HAS_BASE=weight is not None,
+            HAS_BIAS=bias is not None, HAS_COLUMNS=has_columns and planes > 0,
+            HAS_LOW_RANK=rank > 0, num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+        )  # fmt: skip
     return y
 
 
@@ -102,13 +107,6 @@ def split(k: int, tiles: int, block_k: int, programs: int) -> tuple[int, int]:
         return steps * block_k, 1
     per_split = max(-(-steps // wanted), min(_LEAST_STEPS, steps))
     return per_split * block_k, -(-steps // per_split)
-
-
-def _low_rank(x: Tensor, values: Tensor, table: Tensor, groups: Groups, rank: int) -> Tensor:
-    """float32 [T, rank]: down_v x[t] of the tokens in groups."""
-    from soupkit_kernels.triton_weights import low_rank_product
-
-    return low_rank_product(x, values, table, groups, rank=rank)
 
 
 @functools.cache

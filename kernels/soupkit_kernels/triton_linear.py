@@ -177,9 +177,12 @@ def delta_linear_kernel(
     group = tl.program_id(0)
     first = tl.load(starts + group)
     count = tl.load(starts + group + 1) - first
+    members += group * variants_per_group
+    if not HAS_BASE:
+        # Nothing is added to tokens of the base.
+        count = tl.where(tl.load(members) < 0, 0, count)
     if count <= 0:
         return
-    members += group * variants_per_group
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows past the last load the last: no mask in the loop.
     row = tl.minimum(n, N - 1).to(tl.int64)
