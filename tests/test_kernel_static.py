@@ -8,27 +8,32 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from soupkit.bench import kernel_static, rows, sass
+from soupkit.bench import kernel_static, original, rows, sass, weights_static
 from soupkit.bench.kernel_static import Case, Check, Figures
 from soupkit.bench.roofline import BANDWIDTH, layer_bytes
 from soupkit.bench.roofline import rows as roofline
+from soupkit.bench.weights_static import WeightsCase
 from soupkit_kernels.configs import MAX_TERMS
 
 ROOT = Path(__file__).resolve().parents[1]
 OLD_TRITON = ROOT / ".triton-3.6"
 COMPILE = """
 import json, sys
-from soupkit.bench.kernel_static import Case, measure
-asked = json.load(sys.stdin)
-print(json.dumps([measure(Case(**c), max_registers=most).to_json() for c, most in asked]))
+from soupkit.bench import kernel_static, weights_static
+found = []
+for case, options in json.load(sys.stdin):
+    if "what" in case:
+        found.append(weights_static.measure(weights_static.WeightsCase(**case)))
+    else:
+        found.append(kernel_static.measure(kernel_static.Case(**case), **options))
+print(json.dumps([one.to_json() for one in found]))
 """
-Measure = Callable[[Iterable[Case]], list[Figures]]
 
 needs_triton = pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64"),
@@ -50,12 +55,14 @@ VARIATIONS = [
     Case(16, 1, "fp32"),
 ]
 ELSEWHERE = [Case(16, 1, sm=sm) for sm in (80, 89, 100, 120)]
-FAST = [*TABLE, *VARIATIONS, *ELSEWHERE]
+WEIGHTS = weights_static.cases()
+FAST: list[Case | WeightsCase] = [*TABLE, *VARIATIONS, *ELSEWHERE, *WEIGHTS]
 UNALIGNED = Case(16, 1, is_even_k=False, is_aligned=False)
-STARVED = (Case(16, 4), 64)
+STARVED = Case(16, 4)
+STARVED_REGISTERS = 64
 
 
-def by_name(cases: Iterable[Case]) -> list[object]:
+def by_name(cases: Iterable[Case | WeightsCase]) -> list[object]:
     return [pytest.param(case, id=case.name.replace(" ", "-")) for case in cases]
 
 
@@ -69,11 +76,15 @@ def environment(cache: Path, old: bool) -> dict[str, str]:
 
 
 def compile_all(
-    asked: Iterable[tuple[Case, int | None]], cache: Path, *, old: bool = False
+    cases: Sequence[Case | WeightsCase], cache: Path, *, old: bool = False, starved: bool = False
 ) -> list[Figures]:
+    """Figures of the cases; `starved`: after them, those of STARVED with too few registers."""
+    asked = [(asdict(case), {}) for case in cases]
+    if starved:
+        asked.append((asdict(STARVED), {"max_registers": STARVED_REGISTERS}))
     done = subprocess.run(
         [sys.executable, "-c", COMPILE],
-        input=json.dumps([(asdict(case), most) for case, most in asked]),
+        input=json.dumps(asked),
         env=environment(cache, old),
         capture_output=True,
         text=True,
@@ -85,9 +96,9 @@ def compile_all(
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figures]:
     """By name: FAST, UNALIGNED, and STARVED as "starved"."""
-    asked = [(case, None) for case in [*FAST, UNALIGNED]]
-    found = compile_all([*asked, STARVED], tmp_path_factory.mktemp("triton"))
-    return {**{one.case: one for one in found[:-1]}, "starved": found[-1]}
+    cache = tmp_path_factory.mktemp("triton")
+    *found, starved = compile_all([*FAST, UNALIGNED], cache, starved=True)
+    return {**{one.case: one for one in found}, "starved": starved}
 
 
 def value(found: Figures, name: str) -> float:
@@ -96,7 +107,9 @@ def value(found: Figures, name: str) -> float:
 
 @needs_triton
 @pytest.mark.parametrize("case", by_name(FAST))
-def test_the_code_is_within_its_bounds(case: Case, figures: dict[str, Figures]) -> None:
+def test_the_code_is_within_its_bounds(
+    case: Case | WeightsCase, figures: dict[str, Figures]
+) -> None:
     kernel_static.show([figures[case.name]])
     assert not figures[case.name].missed
 
@@ -113,7 +126,7 @@ def test_the_limits_of_the_issue(figures: dict[str, Figures]) -> None:
     assert value(figures[Case(16, 1).name], "instr/wt") <= 3.9
     assert value(figures[Case(16, 4).name], "instr/wt") <= 8.5
     assert value(figures[Case(16, 1).name], "HBM B/wt") == 2 + 1 / 8
-    assert value(figures[Case(8, 8).name], "HBM B/wt") == 2 + 8 / 8
+    assert value(figures[Case(16, 8).name], "HBM B/wt") == 2 + 8 / 8
 
 
 @needs_triton
@@ -124,31 +137,35 @@ def test_rows_that_are_not_aligned_are_seen_to_be_slow(figures: dict[str, Figure
 
 @needs_triton
 def test_a_kernel_without_registers_is_seen_to_spill(figures: dict[str, Figures]) -> None:
-    assert figures["starved"].registers <= STARVED[1]
+    assert figures["starved"].registers <= STARVED_REGISTERS
     assert {"spills", "stack"} <= {check.name for check in figures["starved"].missed}
 
 
-def every_case() -> list[Case]:
-    elsewhere = [replace(c, sm=sm) for sm in (80, 89, 100, 120) for c in kernel_static.cases()]
-    return [*kernel_static.cases(), *VARIATIONS, *elsewhere]
+def every_case() -> list[Case | WeightsCase]:
+    every = [*kernel_static.cases(), *VARIATIONS, *WEIGHTS]
+    return [replace(case, sm=sm) for sm in sass.CHIPS for case in every]
+
+
+def missed_of(found: Iterable[Figures]) -> dict[str, list[Check]]:
+    return {one.case: one.missed for one in found if one.missed}
 
 
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("old", [False, True], ids=["newest", "oldest"])
 def test_every_bucket_on_every_chip(old: bool, tmp_path: Path) -> None:
-    found = compile_all([(case, None) for case in every_case()], tmp_path, old=old)
+    found = compile_all(every_case(), tmp_path, old=old)
     kernel_static.show(found)
-    assert {one.case: one.missed for one in found if one.missed} == {}
+    assert missed_of(found) == {}
 
 
 @needs_triton
 @pytest.mark.slow
 def test_slice_of_the_buckets_on_the_oldest_triton(tmp_path: Path) -> None:
-    cases = [Case(16, 1), Case(16, 4), Case(8, 8)]
-    found = compile_all([(case, None) for case in cases], tmp_path, old=True)
+    cases = [Case(16, 1), Case(16, 4), Case(16, 8), WeightsCase("reconstruct")]
+    found = compile_all(cases, tmp_path, old=True)
     kernel_static.show(found)
-    assert {one.case: one.missed for one in found if one.missed} == {}
+    assert missed_of(found) == {}
 
 
 @needs_triton
@@ -166,6 +183,63 @@ def test_the_kernels_are_right_on_the_oldest_triton(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
+
+
+# In the shape of the original's file: a name, strides of 1, words that 32 inputs share.
+LIKE_THE_ORIGINAL = """
+import triton
+import triton.language as tl
+
+
+@triton.autotune(
+    [triton.Config({"BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32}, num_stages=3, num_warps=2)],
+    key=["K"],
+)
+@triton.jit
+def binary_bmm_kernel(
+    a_ptr, b_ptr, c_ptr, M, K, n_bits, stride_am, stride_ak, stride_bk, stride_bn, stride_cn,
+    BLOCK_SIZE_N: tl.constexpr, BLOCK_SIZE_K: tl.constexpr, ACTIVATION: tl.constexpr,
+):
+    m, n, k = tl.arange(0, 16), tl.arange(0, BLOCK_SIZE_N), tl.arange(0, BLOCK_SIZE_K)
+    a = a_ptr + m[:, None] * stride_am + k[None, :] * stride_ak
+    b = b_ptr + (k[:, None] // n_bits) * stride_bk + n[None, :] * stride_bn
+    total = tl.zeros((16, BLOCK_SIZE_N), tl.float32)
+    for _ in range(0, K, BLOCK_SIZE_K):
+        signs = 2 * ((tl.load(b) >> (k % n_bits)[:, None]) & 1) - 1
+        total += tl.dot(tl.load(a), signs.to(tl.float16))
+        a += BLOCK_SIZE_K
+        b += BLOCK_SIZE_K // n_bits * stride_bk
+    c = c_ptr + m[:, None] * BLOCK_SIZE_N + n[None, :] * stride_cn
+    tl.store(c, total.to(tl.float16), mask=m[:, None] < M)
+"""
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_original_is_compared_by_the_same_measures(tmp_path: Path) -> None:
+    (tmp_path / "bitdelta").mkdir()
+    (tmp_path / "bitdelta" / "binary_gemm_kernel.py").write_text(LIKE_THE_ORIGINAL)
+    code = (
+        "from soupkit.bench.original import compare\n"
+        f"print(*(one.l2_bytes for one in compare({str(tmp_path)!r})))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(tmp_path / "cache", old=False),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "binary_bmm 16x64x32" in done.stdout
+    theirs, signs, fused = map(float, done.stdout.splitlines()[-1].split())
+    # A lane loads 16 bytes of words for 4 signs, half of the lanes the same; 16 tokens of 2 bytes.
+    assert theirs == 4 / 2 + 2 * 16 / 64
+    assert (signs, fused) == (1 / 8 + 2 * 16 / 64, 2 + 1 / 8 + 2 * 16 / 64)
+
+
+def test_the_original_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="give the folder of a clone of BitDelta"):
+        original.originals(tmp_path / "binary_gemm_kernel.py")
 
 
 SASS = """

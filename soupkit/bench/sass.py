@@ -132,9 +132,18 @@ class Code:
 
     def loads(self) -> dict[tuple[str, int], int]:
         """Bytes a program asks of global memory in one turn of the loop, by (name, width)."""
+        return self._moved(self.loop, ("LDG", "LDGSTS"))
+
+    def accesses(self) -> dict[tuple[str, int], int]:
+        """Bytes of all loads and stores of global memory that the code has, by (name, width)."""
+        return self._moved(self.instructions, ("LDG", "LDGSTS", "STG"))
+
+    def _moved(
+        self, code: Sequence[Instruction], names: Collection[str]
+    ) -> dict[tuple[str, int], int]:
         total: Counter[tuple[str, int]] = Counter()
-        for one in self.loop:
-            if one.name in ("LDG", "LDGSTS"):
+        for one in code:
+            if one.name in names:
                 total[one.name, one.width] += one.width * self.threads
         return dict(total)
 
@@ -158,6 +167,7 @@ def compile_kernel(
     num_stages: int,
     sm: int = 90,
     max_registers: int | None = None,
+    fused_multiply_add: bool = True,
 ) -> Code:
     """Compile a `@triton.jit` function and read the result.
 
@@ -168,6 +178,8 @@ def compile_kernel(
             another, slow one.
         sm: compute capability, a key of CHIPS.
         max_registers: limit of ptxas; None for the hardware's 255.
+        fused_multiply_add: a x b + c in one rounding. Said outright, for triton 3.9 warns where it
+            is left to the environment, and 3.10 turns it off.
 
     Raises:
         ModuleNotFoundError: triton is not installed.
@@ -187,9 +199,8 @@ def compile_kernel(
         constexprs={places[name]: value for name, value in constants.items()},
         attrs={places[name]: [["tt.divisibility", 16]] for name in aligned},
     )
-    # Said outright: 3.9 warns where it is left to the environment, 3.10 turns it off.
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
-    options["enable_fp_fusion"] = True
+    options["enable_fp_fusion"] = fused_multiply_add
     if max_registers is not None:
         options["maxnreg"] = max_registers
     done = triton.compile(source, target=GPUTarget("cuda", sm, WARP), options=options)
