@@ -1,8 +1,9 @@
 """The variants that are resident, under a budget in bytes: least recently used goes first.
 
 A variant is known by its content digest. It holds a slot from `admit` to `evict`; while anyone has
-acquired it, it stays; while it is pinned, it stays. Bookkeeping only: no tensors, no threads, no
-clock.
+acquired it, it stays; while it is pinned, it stays. Its bytes are those of its tensors as they are
+stored; the slots that hold them are of equal size and may take more (`VariantBank.arena_bytes`, a
+metric beside these). Bookkeeping only: no tensors, no threads, no clock.
 """
 
 from dataclasses import dataclass

@@ -124,6 +124,11 @@ class Engine:
     def num_open(self) -> int:
         return len(self._records)
 
+    @property
+    def arena_bytes(self) -> int:
+        """See `VariantBank.arena_bytes`."""
+        return self._bank.arena_bytes
+
     def load(self, slot: int, variant: Any) -> None:
         """Puts a checked variant into an empty slot; see `VariantBank.load`."""
         self._bank.load(slot, variant.signs, variant.raw, **ties(variant.manifest))

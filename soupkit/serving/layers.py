@@ -2,9 +2,10 @@
 
 Every token of a batch has a slot (-1 = base). A module that some resident variant changed acts as
     y[t] = f(x[t]; W_base + delta[slot[t]])
-nn.Linear through the multi-variant kernel op (`soupkit_kernels.op.delta_linear`), nn.Embedding by
-adding the unpacked rows it looks up, any other token-wise leaf (norms) by running it per variant on
-that variant's rows. The slots of a batch are one object that the engine sets before each forward.
+nn.Linear and nn.Embedding through the multi-variant kernel ops (`soupkit_kernels.op`), which read
+packed deltas from an arena of slots in each of them, any other token-wise leaf (norms) by running
+it per variant on that variant's rows. The slots of a batch are one object that the engine sets
+before each forward.
 
 Tied parameters are one parameter: bits for the embedding act in a tied lm_head too. What cannot act
 per token is refused when the variant is loaded, with the tensor's name; nothing is left out
@@ -20,10 +21,12 @@ from torch import Tensor, nn
 from soupkit.bitdelta import SignDelta
 from soupkit.bundle import Manifest
 from soupkit.errors import ServingError
+from soupkit_kernels import Delta
 
 from .patches import (
     BASE_SLOT,
     Batch,
+    DeltaPatch,
     EmbeddingPatch,
     Entry,
     LinearPatch,
@@ -39,7 +42,8 @@ class VariantBank:
 
     `load`, `free` and `close` may run on any one thread while forwards run on another: a slot's
     entries appear whole before any batch names the slot, and go after the last one did; the engine
-    keeps that.
+    keeps that. Where a layer's arena is too small a larger one takes its place, slots in use as
+    they were.
     """
 
     def __init__(self, model: nn.Module, *, vocab_size: int, head: nn.Module | None) -> None:
@@ -57,6 +61,8 @@ class VariantBank:
         self._axes = token_axes(model, vocab_size=vocab_size)
         self._patches: dict[str, Patch] = {}
         self._occupied: set[int] = set()
+        # Of every arena: how many slots, and the most planes of any.
+        self._num_slots, self._planes = 0, 1
         # Owners of a parameter, several if it is tied: id -> (module name, local name).
         self._owners: dict[int, list[tuple[str, str]]] = {}
         self._parameters: dict[str, nn.Parameter] = {}
@@ -68,6 +74,18 @@ class VariantBank:
     @property
     def slots(self) -> frozenset[int]:
         return frozenset(self._occupied)
+
+    @property
+    def arena_bytes(self) -> int:
+        """Device memory of all slots, free ones too; whole tensors of variants are not in it.
+
+        It can exceed the bytes of the variants' deltas: the slots of a layer are as large as the
+        largest variant was there, there are up to a quarter more than were ever in use, a matrix's
+        one scale is repeated for its rows, and a tied delta lies in every owner's arena.
+        """
+        patches = list(self._patches.values())
+        arenas = [patch.arena for patch in patches if isinstance(patch, DeltaPatch)]
+        return sum(arena.data.nbytes for arena in arenas if arena is not None)
 
     def set_batch(self, token_slots: Sequence[int], head_slots: Sequence[int]) -> None:
         """Declares whose rows the next forward computes: a slot for each token and each head row.
@@ -81,7 +99,7 @@ class VariantBank:
         unknown = [slot for slot in active if slot not in self._occupied]
         assert not unknown, f"slots {unknown} hold no variant"
         tokens, heads = (
-            Rows(torch.tensor(slots, dtype=torch.int64), active, self._device)
+            Rows(torch.tensor(slots, dtype=torch.int64), active, self._device, planes=self._planes)
             for slots in (token_slots, head_slots)
         )
         self.batch = Batch(active, tokens, heads)
@@ -110,30 +128,52 @@ class VariantBank:
         """
         if slot in self._occupied or slot < 0:
             raise ValueError(f"slot {slot} is occupied or negative; free it first")
-        plan: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
+        deltas: dict[str, Delta] = {}
         for module_name, local, value in self._resolve(signs, raw, own, tied or {}):
-            entry = plan.setdefault(module_name, Entry())
             if isinstance(value, SignDelta):
-                entry.sign = self._on_device(value)
+                deltas[module_name] = _as_delta(value)
             else:
                 like = self._parameters[_join(module_name, local)]
-                entry.raw[local] = value.to(device=like.device, dtype=like.dtype)
-        self._build_clones(plan)
-        device = self._device
-        if device.type == "cuda":
+                moved = value.to(device=like.device, dtype=like.dtype)
+                entries.setdefault(module_name, Entry()).raw[local] = moved
+        self._build_clones(entries)
+        try:
+            self._reserve(slot, deltas)
+            for module_name, delta in deltas.items():
+                self._delta_patch(module_name).put(slot, delta)
+            for module_name, entry in entries.items():
+                self._patch(module_name).slots[slot] = entry
+        except BaseException:
+            # No memory: what is written of the variant goes again.
+            self._clear(slot)
+            raise
+        if self._device.type == "cuda":
             # The copies above must have landed before any batch names the slot.
-            torch.cuda.synchronize(device)
-        for module_name, entry in plan.items():
-            self._patch(module_name).slots[slot] = entry
+            torch.cuda.synchronize(self._device)
         self._occupied.add(slot)
+
+    def _reserve(self, slot: int, deltas: Mapping[str, Delta]) -> None:
+        """Room for a slot in every arena, and for these deltas in theirs."""
+        if slot >= self._num_slots:
+            self._num_slots = max(slot + 1, self._num_slots * 5 // 4)
+        self._planes = max([self._planes, *(delta.planes for delta in deltas.values())])
+        for module_name in deltas:
+            self._patch(module_name)
+        for module_name, patch in self._patches.items():
+            if isinstance(patch, DeltaPatch):
+                patch.reserve(self._num_slots, deltas.get(module_name))
 
     def free(self, slot: int) -> None:
         """Empties a slot that no batch names any more."""
         if slot not in self._occupied:
             raise ValueError(f"slot {slot} is empty")
         self._occupied.discard(slot)
+        self._clear(slot)
+
+    def _clear(self, slot: int) -> None:
         for patch in self._patches.values():
-            patch.slots.pop(slot, None)
+            patch.clear(slot)
 
     def close(self) -> None:
         """Takes everything out: the model is the plain base again."""
@@ -231,16 +271,17 @@ class VariantBank:
                 "another vocabulary cannot share a batch: serve the restored model instead"
             )
 
-    def _build_clones(self, plan: dict[str, Entry]) -> None:
-        for module_name, entry in plan.items():
+    def _build_clones(self, entries: dict[str, Entry]) -> None:
+        for module_name, entry in entries.items():
             module = self._model.get_submodule(module_name)
             bias_is_enough = type(module) is nn.Linear and "weight" not in entry.raw
             if entry.raw and not bias_is_enough:
                 entry.clone = with_parameters(module, entry.raw)
 
-    def _on_device(self, sign: SignDelta) -> SignDelta:
-        signs, scale = sign.signs.to(self._device), sign.scale.to(self._device)
-        return SignDelta(signs, scale, sign.in_features)
+    def _delta_patch(self, module_name: str) -> DeltaPatch:
+        patch = self._patch(module_name)
+        assert isinstance(patch, DeltaPatch)
+        return patch
 
     def _patch(self, module_name: str) -> Patch:
         patch = self._patches.get(module_name)
@@ -256,6 +297,10 @@ class VariantBank:
             )
             patch.install()
         return patch
+
+
+def _as_delta(sign: SignDelta) -> Delta:
+    return Delta(sign.out_features, sign.in_features, sign.signs, sign.scale)
 
 
 def _join(module_name: str, local: str) -> str:

@@ -47,6 +47,9 @@ class Metrics:
             "variant_resident_bytes", "Bytes a variant holds in the cache", ("model",)
         )
         self.used_bytes = gauge("cache_used_bytes", "Bytes of resident variants")
+        self.arena_bytes = gauge(
+            "arena_bytes", "Device memory of the slots of packed deltas, free slots too"
+        )
         self.budget_bytes = gauge("cache_budget_bytes", "Bytes the cache may hold")
         self.waiting = gauge("requests_waiting", "Requests waiting for a load or their turn")
         self.running = gauge("requests_running", "Requests in the engine")

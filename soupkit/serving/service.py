@@ -112,6 +112,7 @@ class Service:
             metrics.resident.labels(name).set(held)
         metrics.used_bytes.set(cache.used_bytes)
         metrics.budget_bytes.set(cache.budget_bytes)
+        metrics.arena_bytes.set(self.engine.arena_bytes)
         metrics.waiting.set(self.router.num_waiting)
         metrics.running.set(self.router.num_running)
         metrics.ready.set(self.ready)
