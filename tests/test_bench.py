@@ -7,7 +7,7 @@ import pytest
 import serving_kit
 import torch
 
-from soupkit.bench import export, kernel, merge, rows, serve, strategies
+from soupkit.bench import export, merge, rows, serve, strategies
 from soupkit.bench.rows import Row, compare, document
 
 
@@ -54,14 +54,6 @@ def test_rows_fit_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "1536x576 bf16 M=512 V=1" in printed
     assert "missed" in printed
-
-
-def test_the_kernel_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "SHAPES", ((9, 17), (11, 13)))
-    monkeypatch.setattr(kernel, "ROTATED_BYTES", 1000)
-    names = [found.name for found in kernel.run(quick=True)]
-    assert any(name.startswith("9x17 bf16 M=8 V=4 ") for name in names)
-    assert len(names) == len(set(names)) == 8
 
 
 def test_merges_keep_the_energy_that_full_svd_keeps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,11 @@ ONLY_IN = {
     "fastapi": {"soupkit/serving/app.py"},
     "uvicorn": {"soupkit/serving/server.py"},
     "prometheus_client": {"soupkit/serving/metrics.py"},
+    "triton": {
+        "kernels/soupkit_kernels/triton_linear.py",
+        "kernels/soupkit_kernels/triton_weights.py",
+        "soupkit/bench/sass.py",
+    },
     "typer": {f"soupkit/cli/{room}.py" for room in ("app", "models", "families", "running")},
 }
 L1_MAY_IMPORT = {"torch", "numpy", "soupkit", "soupkit_kernels"}

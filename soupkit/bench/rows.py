@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import statistics
@@ -14,6 +15,8 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+PIPE_COLUMNS = 1000
 
 Better = Literal["lower", "higher"]
 
@@ -89,14 +92,18 @@ def compare(
     )
 
 
-def document(bench: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """The machine-readable form: {"bench", "machine", "rows"}."""
-    return {"bench": bench, "machine": machine(), "rows": [row.to_json() for row in rows]}
+def document(bench: str, rows: Sequence[Row], model: Sequence[Row] = ()) -> dict[str, Any]:
+    """The machine-readable form: {"bench", "machine", "rows"}, "model" if some was not timed."""
+    found = {"bench": bench, "machine": machine(), "rows": [row.to_json() for row in rows]}
+    return {**found, "model": [row.to_json() for row in model]} if model else found
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """What the figures were measured on; gpu and triton are None where there is none."""
+    has_gpu = torch.cuda.is_available()
     return {
+        "gpu": torch.cuda.get_device_name() if has_gpu else None,
+        "triton": _version("triton"),
         "platform": platform.platform(),
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
@@ -105,6 +112,13 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _cpu_name() -> str:
@@ -116,14 +130,27 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor()
 
 
-def show(bench: str, rows: Sequence[Row]) -> None:
-    """Print the rows as a table on stdout."""
+def console(*, on_stderr: bool = False) -> Console:
+    """Of a table: a terminal bounds it, a pipe does not."""
+    found = Console(stderr=on_stderr)
+    return found if found.is_terminal else Console(stderr=on_stderr, width=PIPE_COLUMNS)
+
+
+def show(
+    bench: str, rows: Sequence[Row], *, title: str | None = None, on_stderr: bool = False
+) -> None:
+    """Print the rows as a table, on stdout unless told.
+
+    Args:
+        title: over the table; by default the benchmark and the machine.
+    """
     facts = machine()
-    title = f"soupkit bench {bench} on {facts['cpu']}, torch {facts['torch']}"
+    if title is None:
+        title = f"soupkit bench {bench} on {facts['gpu'] or facts['cpu']}, torch {facts['torch']}"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("what", "median", "baseline", "ratio", "range", "goal"):
         left = column in ("what", "baseline")
-        table.add_column(column, justify="left" if left else "right", no_wrap=column == "what")
+        table.add_column(column, justify="left" if left else "right", no_wrap=column != "baseline")
     for row in rows:
         sign = "<=" if row.better == "lower" else ">="
         goal = "" if row.goal is None else f"{sign} {row.goal:g} {'met' if row.ok else 'missed'}"
@@ -135,4 +162,4 @@ def show(bench: str, rows: Sequence[Row]) -> None:
             f"{row.low:.2f}-{row.high:.2f}",
             goal,
         )
-    Console().print(table)
+    console(on_stderr=on_stderr).print(table)

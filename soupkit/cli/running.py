@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from soupkit.cli.app import BaseOption, FamilyPath, Json, command
-from soupkit.cli.console import Dtype, leave_signals, parse_bytes, print_json
+from soupkit.cli.console import Dtype, leave_signals, parse_bytes, print_json, show_progress
 
 
 class Bench(str, Enum):
@@ -65,6 +65,10 @@ def bench(
         Path | None, typer.Argument(help="The family to serve, for `bench serve`.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and repetitions.")] = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="With `kernel`, on a GPU: results, races, times, tuning."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Measure a hot path against a baseline of the same run.
@@ -77,10 +81,36 @@ def bench(
 
     if (family is None) == (what is Bench.serve):
         raise ValueError("give a family to `bench serve`, and to no other benchmark")
+    if check:
+        if what is not Bench.kernel or quick:
+            raise ValueError("give --check to `bench kernel`, and without --quick")
+        _check_kernel(as_json=as_json)
+        return
     module = importlib.import_module(f"soupkit.bench.{what.value}")
     given = {} if family is None else {"family": family}
     rows = module.run(quick=quick, **given)
+    model = module.model(quick=quick) if what is Bench.kernel else []
     if as_json:
-        print_json(document(what.value, rows))
-    else:
-        show(what.value, rows)
+        print_json(document(what.value, rows, model))
+        return
+    show(what.value, rows)
+    if model:
+        show(what.value, model, title="A model, not a measurement: there is no GPU here")
+
+
+def _check_kernel(*, as_json: bool) -> None:
+    """Check the kernel and show what there is, also when interrupted."""
+    from soupkit.bench import kernel_check
+
+    found = kernel_check.Check()
+    try:
+        with show_progress("checking") as progress:
+            kernel_check.run(found, progress=progress)
+    finally:
+        if found.report.found:
+            # The document has stdout for itself.
+            kernel_check.show(found, on_stderr=as_json)
+            if as_json:
+                print_json(kernel_check.document(found))
+    if found.report.failed:
+        raise SystemExit(1)
