@@ -130,31 +130,37 @@ def plan(
     if not is_lane:
         return Plan(flat.long().to(device), counts, slots, planes, None, ())
     if counts is None:
-        flat = torch.where((flat < -1) | (flat > slots), slots, flat).to(device)
-        # One more: all that is out of range is one variant.
-        groups = groups_of(flat, num_variants=min(flat.numel(), slots + 1), planes=planes)
-        return Plan(flat.int(), None, slots, planes, groups, ())
+        return device_plan(flat, slots=slots, planes=planes, device=device)
+    return _host_plan(flat, counts, slots=slots, planes=planes, device=device)
+
+
+def device_plan(flat: Tensor, *, slots: int, planes: int, device: torch.device) -> Plan:
+    """The plan of variants [T] that the host does not look at; no operation waits for them."""
+    flat = torch.where((flat < -1) | (flat > slots), slots, flat).to(device)
+    # One more: all that is out of range is one variant.
+    groups = groups_of(flat, num_variants=min(flat.numel(), slots + 1), planes=planes)
+    return Plan(flat.int(), None, slots, planes, groups, ())
+
+
+def _host_plan(
+    flat: Tensor, counts: Mapping[int, int], *, slots: int, planes: int, device: torch.device
+) -> Plan:
+    """The plan of variants [T] on the host."""
     long = [v for v, n in counts.items() if n >= (LONG_BASE_TOKENS if v < 0 else LONG_TOKENS)]
-    if len(long) == len(counts):
-        rest = None
-    else:
-        in_rest = torch.ones_like(flat, dtype=torch.bool)
+    groups = None
+    if len(long) < len(counts):
+        in_groups = torch.ones_like(flat, dtype=torch.bool)
         for variant in long:
-            in_rest &= flat != variant
-        rows = in_rest.nonzero().squeeze(1)
+            in_groups &= flat != variant
+        rows = in_groups.nonzero().squeeze(1)
         num_variants = len(counts.keys() - {-1} - set(long))
-        rest = _to(device, groups_of(flat[rows], num_variants=num_variants, planes=planes), rows)
-    is_whole = rest is None and len(long) == 1
-    return Plan(
-        flat.int().to(device),
-        counts,
-        slots,
-        planes,
-        rest,
-        tuple(
-            Long(v, None if is_whole else (flat == v).nonzero().squeeze(1).to(device)) for v in long
-        ),
+        groups = groups_of(flat[rows], num_variants=num_variants, planes=planes)
+        groups = _moved(groups, rows, device)
+    is_whole = groups is None and len(long) == 1
+    runs = tuple(
+        Long(v, None if is_whole else (flat == v).nonzero().squeeze(1).to(device)) for v in long
     )
+    return Plan(flat.int().to(device), counts, slots, planes, groups, runs)
 
 
 def groups_of(index: Tensor, *, num_variants: int, planes: int) -> Groups:
@@ -194,8 +200,8 @@ def groups_of(index: Tensor, *, num_variants: int, planes: int) -> Groups:
     )
 
 
-def _to(device: torch.device, groups: Groups, rows: Tensor) -> Groups:
-    """Groups of some rows of x, moved in one copy."""
+def _moved(groups: Groups, rows: Tensor, device: torch.device) -> Groups:
+    """Groups of these rows of x, on the device by one copy."""
     order = rows[groups.order.long()].int()
     parts = (order, groups.variants, groups.starts, groups.members.reshape(-1), groups.locks)
     # Each from a multiple of 16 bytes on: Triton compiles anew for another alignment.

@@ -1,8 +1,8 @@
 """The multi-variant layers through the Triton kernels: on a GPU, or interpreted.
 
-Tokens in groups take the fused kernel; many tokens of one variant take its effective weight, written
-to a scratch of the layer's shape, and cuBLAS. The scratch comes from torch's allocator, which gives
-the layers of a step the same memory, and keeps apart what streams and graphs need apart.
+Tokens in groups take the fused kernel; many tokens of one variant take its effective weight,
+written to a scratch of the layer's shape, and cuBLAS. The scratch comes from torch's allocator,
+which gives the layers of a step the same memory, and keeps apart what streams and graphs need apart.
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ def add(
             continue
         nothing = x.new_zeros(arena.out_features, arena.in_features)
         delta = _effective(nothing, arena, part.variant, out=nothing)
+        # One product that adds: the sum is rounded once.
         if part.rows is None:
-            y += F.linear(x, delta)
+            y.addmm_(x, delta.T)
         else:
-            y.index_add_(0, part.rows, F.linear(x[part.rows], delta))
+            y.index_copy_(0, part.rows, torch.addmm(y[part.rows], x[part.rows], delta.T))
 
 
 def embedding(
@@ -85,8 +86,10 @@ def _effective(
     """W_eff of a variant, [N, K], in a scratch or in `out`; the base itself for -1."""
     if variant < 0:
         return weight
+    if weight.stride(1) != 1:
+        weight = weight.contiguous()
     return reconstruct(
         weight, arena.data, arena.table, variant,
         torch.empty_like(weight, memory_format=torch.contiguous_format) if out is None else out,
-        planes=arena.planes, has_columns=arena.has_columns,
+        planes=arena.planes, has_columns=arena.has_columns, rank=arena.rank,
     )  # fmt: skip
