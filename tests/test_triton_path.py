@@ -82,8 +82,8 @@ def test_many_tokens_of_a_variant_take_its_effective_weight(
     monkeypatch.setattr(module, "LONG_BASE_TOKENS", 4)
     weight, deltas, arena, bias = layer(torch.float32)
     slots = len(deltas)
-    for variant in (-1, *range(slots)):
-        index = torch.tensor([variant] * 6 + ([] if is_whole else [-1, 0, 1, 0, -1, 3]))
+    for variant in (-1, *range(slots)) if is_whole else (-1, 2, 8):
+        index = torch.tensor([variant] * 6 + ([] if is_whole else [-1, 4, 1, 4]))
         x, _ = tokens(torch.float32, len(index), slots=slots)
         step = plan(index, slots=slots, planes=arena.planes, device=DEVICE, is_lane=True)
         assert variant in [part.variant for part in step.long]

@@ -2,7 +2,7 @@
 
 Tokens in groups take the fused kernel; many tokens of one variant take its effective weight,
 written to a scratch of the layer's shape, and cuBLAS. The scratch comes from torch's allocator,
-which gives the layers of a step the same memory, and keeps apart what streams and graphs need apart.
+which gives the layers of a step the same memory and keeps that of streams and graphs apart.
 """
 
 from __future__ import annotations
