@@ -3,6 +3,7 @@ cannot act.
 """
 
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ from transformers import (
 
 from soupkit.bitdelta import decode_tensor, encode_tensor
 from soupkit.errors import ServingError
+from soupkit.serving import patches
 from soupkit.serving.layers import VariantBank, ties
+from soupkit.serving.patches import DeltaPatch
 from soupkit.serving.probe import token_axes
+from soupkit_kernels import DeltaArena
 
 
 def bank_of(model: Any) -> VariantBank:
@@ -115,6 +119,153 @@ def test_an_occupied_slot_is_never_overwritten(root: Path, served: Any) -> None:
     bank.load(0, variant.signs, variant.raw)
     with pytest.raises(ValueError, match="slot 7 is empty"):
         bank.free(7)
+
+
+def arenas_of(bank: VariantBank) -> dict[str, DeltaArena]:
+    return {
+        name: patch.arena
+        for name, patch in bank._patches.items()
+        if isinstance(patch, DeltaPatch) and patch.arena is not None
+    }
+
+
+def test_slots_of_the_arenas_are_those_of_the_bank(root: Path, served: Any) -> None:
+    """A slot holds what its variant changes there; freed, it is empty and zero."""
+    bank = bank_of(served)
+    slots = load_all(bank, root)
+    arenas, stored = arenas_of(bank), 0
+    for name, slot in slots.items():
+        variant = load_variant(root, name)
+        stored += sum(sign.signs.nbytes for sign in variant.signs.values())
+        for module_name, arena in arenas.items():
+            sign = variant.signs.get(f"{module_name}.weight")
+            if sign is None and module_name == "lm_head":
+                continue  # it may be tied
+            delta = arena.delta(slot)
+            assert (delta is None) == (sign is None)
+            if delta is not None and sign is not None:
+                assert delta.packed is not None
+                assert torch.equal(delta.packed, sign.signs)
+    assert bank.arena_bytes == sum(arena.data.nbytes for arena in arenas.values()) >= stored
+    bank.free(slots["matrix"])
+    for arena in arenas.values():
+        assert arena.is_empty(slots["matrix"])
+        at = slots["matrix"] * arena.slot_bytes
+        assert not arena.data[at : at + arena.slot_bytes].any()
+
+
+@torch.no_grad()
+def test_a_variant_in_another_s_slot_is_itself(root: Path, served: Any) -> None:
+    """Nothing of the old variant remains, whichever is the larger."""
+    bank, ids = bank_of(served), torch.randint(5, 200, (1, 11))
+    for name in ("matrix", "linear", "embed", "norms", "matrix"):
+        variant = load_variant(root, name)
+        bank.load(0, variant.signs, variant.raw, **ties(variant.manifest))
+        bank.set_batch([0] * 11, [0] * 11)
+        expected = dense(root, name)(input_ids=ids).logits
+        torch.testing.assert_close(served(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
+        bank.free(0)
+
+
+@torch.no_grad()
+def test_one_plan_serves_all_layers_of_a_batch(
+    root: Path, served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank, made = bank_of(served), []
+    slots = [-1, *load_all(bank, root).values()]
+    plan = patches.plan
+
+    def counted(*args: Any, **rest: Any) -> Any:
+        made.append(args)
+        return plan(*args, **rest)
+
+    monkeypatch.setattr(patches, "plan", counted)
+    tokens = [slots[at % len(slots)] for at in range(17)]
+    bank.set_batch(tokens, tokens)
+    served(input_ids=torch.randint(5, 200, (1, 17)))
+    # The rows of the head have one of their own.
+    assert len(made) == 1 + ("lm_head" in arenas_of(bank)) == 2
+    bank.set_batch(tokens, [tokens[-1]])
+    served(input_ids=torch.randint(5, 200, (1, 17)), logits_to_keep=1)
+    assert len(made) == 4
+
+
+@torch.no_grad()
+def test_larger_variants_may_come_in_the_middle_of_a_batch(root: Path, served: Any) -> None:
+    """More planes and more slots than the batch's plan was made for."""
+    bank, ids = bank_of(served), torch.randint(5, 200, (1, 13))
+    linear = load_variant(root, "linear")
+    bank.load(0, linear.signs, linear.raw, **ties(linear.manifest))
+    bank.set_batch([0, -1] * 6 + [0], [0])
+    layer = served.model.layers[0].mlp
+    x = torch.randn(1, 13, served.config.hidden_size)
+    before = layer(x)
+    matrix = load_variant(root, "matrix")
+    bank.load(5, matrix.signs, matrix.raw, **ties(matrix.manifest))
+    torch.testing.assert_close(layer(x), before)
+    assert {arena.slots for arena in arenas_of(bank).values()} == {6}
+    bank.set_batch([5] * 13, [5] * 13)
+    expected = dense(root, "matrix")(input_ids=ids).logits
+    torch.testing.assert_close(served(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_forwards_on_another_thread_never_see_half_an_arena(root: Path, served: Any) -> None:
+    bank, ids = bank_of(served), torch.randint(5, 200, (1, 7))
+    linear, matrix = load_variant(root, "linear"), load_variant(root, "matrix")
+    bank.load(0, linear.signs, linear.raw, **ties(linear.manifest))
+    done, wrong = threading.Event(), []
+
+    @torch.no_grad()
+    def generate() -> None:
+        bank.set_batch([0] * 7, [0] * 7)
+        expected = served(input_ids=ids).logits
+        count = 0
+        while not done.is_set() or count < 3:
+            bank.set_batch([0] * 7, [0] * 7)
+            wrong.append(not torch.allclose(served(input_ids=ids).logits, expected, atol=1e-4))
+            count += 1
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    for slot in (1, 2, 4, 7):
+        bank.load(slot, matrix.signs, matrix.raw, **ties(matrix.manifest))
+        bank.free(slot)
+        bank.load(slot, linear.signs, linear.raw, **ties(linear.manifest))
+    done.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert len(wrong) >= 3
+    assert not any(wrong)
+
+
+@torch.no_grad()
+def test_a_load_that_fails_half_way_leaves_nothing(
+    root: Path, served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank, calls = bank_of(served), []
+    ids = torch.randint(5, 200, (1, 9))
+    plain = served(input_ids=ids).logits
+    variant = load_variant(root, "matrix")
+    put = DeltaArena.put
+
+    def failing(arena: DeltaArena, slot: int, delta: Any) -> None:
+        calls.append(slot)
+        if len(calls) > 5:
+            raise MemoryError("no more")
+        put(arena, slot, delta)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DeltaArena, "put", failing)
+        with pytest.raises(MemoryError):
+            bank.load(0, variant.signs, variant.raw, **ties(variant.manifest))
+    assert bank.slots == frozenset()
+    assert all(arena.is_empty(0) for arena in arenas_of(bank).values())
+    bank.set_batch([-1] * 9, [-1] * 9)
+    assert torch.equal(served(input_ids=ids).logits, plain)
+    bank.load(0, variant.signs, variant.raw, **ties(variant.manifest))
+    bank.set_batch([0] * 9, [0] * 9)
+    expected = dense(root, "matrix")(input_ids=ids).logits
+    torch.testing.assert_close(served(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def sign_of(name: str, shape: tuple[int, ...]) -> Any:

@@ -245,6 +245,7 @@ def test_health_ready_and_metrics(url: str, client: openai.OpenAI) -> None:
     assert values["soupkit_load_seconds_count"] == values["soupkit_loads_total"]
     assert values["soupkit_requests_running"] == 0
     assert values["soupkit_variant_resident_bytes,matrix"] > 0
+    assert values["soupkit_arena_bytes"] > 0
     assert values["soupkit_generated_tokens_total,matrix"] >= 1
     assert values["soupkit_time_to_first_token_seconds_count,matrix"] >= 1
 
