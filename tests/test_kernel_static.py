@@ -141,9 +141,17 @@ def test_a_kernel_without_registers_is_seen_to_spill(figures: dict[str, Figures]
     assert {"spills", "stack"} <= {check.name for check in figures["starved"].missed}
 
 
-def every_case() -> list[Case | WeightsCase]:
+# Instances that do not fit a chip, so that a launch raises: shared memory of 99 KiB (tiles of 128
+# tokens), tensor memory of 512 columns.
+TOO_LARGE = {
+    *(Case(128, 1, sm=sm, is_split=False) for sm in (89, 120)),
+    *(Case(block_m, terms, sm=100) for block_m, terms in ((16, 8), (64, 4))),
+}
+
+
+def elsewhere() -> list[Case | WeightsCase]:
     every = [*kernel_static.cases(), *VARIATIONS, *WEIGHTS]
-    return [replace(case, sm=sm) for sm in sass.CHIPS for case in every]
+    return [replace(case, sm=sm) for sm in sass.CHIPS if sm != 90 for case in every]
 
 
 def missed_of(found: Iterable[Figures]) -> dict[str, list[Check]]:
@@ -153,10 +161,34 @@ def missed_of(found: Iterable[Figures]) -> dict[str, list[Check]]:
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("old", [False, True], ids=["newest", "oldest"])
-def test_every_bucket_on_every_chip(old: bool, tmp_path: Path) -> None:
-    found = compile_all(every_case(), tmp_path, old=old)
+def test_every_bucket_of_an_h100(old: bool, tmp_path: Path) -> None:
+    cases = [*kernel_static.cases(), *VARIATIONS, *WEIGHTS]
+    found = compile_all(cases, tmp_path, old=old)
     kernel_static.show(found)
     assert missed_of(found) == {}
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("old", [False, True], ids=["newest", "oldest"])
+def test_every_bucket_elsewhere(old: bool, tmp_path: Path) -> None:
+    """All compile. Only instances of few sums must not spill: the table is an H100's."""
+    cases = elsewhere()
+    found = compile_all(cases, tmp_path, old=old)
+    kernel_static.show(found)
+    small = {case.name for case in cases if isinstance(case, WeightsCase) or is_small(case)}
+    missed = missed_of(found)
+    assert {name: missed[name] for name in small & set(missed)} == {}
+    unfit = {
+        name
+        for name, checks in missed.items()
+        if {check.name for check in checks} - {"spills", "stack"}
+    }
+    assert unfit == {case.name for case in TOO_LARGE}
+
+
+def is_small(case: Case) -> bool:
+    return case.block_m == 16 and case.terms <= 4 and case.dtype != "fp32"
 
 
 @needs_triton

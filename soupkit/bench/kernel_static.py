@@ -232,6 +232,7 @@ def instruction_limit(case: Case) -> float:
     """Instructions per weight at which an H100 would still wait for its memory."""
     stated = {(16, 1): 3.9, (16, 4): 8.5}
     extra = 0.4 * case.terms * case.has_columns + 0.3 * (not case.is_even_k)
+    extra += 0.1 * case.has_low_rank  # outside of the loop, but its pointers live through it
     return stated.get((case.block_m, case.terms), 2.9 + 1.7 * case.terms) + extra
 
 
