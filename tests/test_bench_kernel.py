@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import itertools
 import json
+import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 from soupkit.bench import findings, kernel, kernel_gpu, kernel_sanitizer, roofline, rows, workers
 from soupkit.bench.findings import Finding, Part, Report
+from soupkit.cli import app
 from soupkit_kernels import configs
 from soupkit_kernels.arena import arena_of
 from soupkit_kernels.configs import Config
@@ -175,9 +180,6 @@ def share(first, step):
         yield Finding(str(i), "ok")
     if first:
         os._exit(3)
-
-def hang(first, step):
-    yield Finding("before", "ok")
     time.sleep(600)
 """
 
@@ -185,13 +187,14 @@ def hang(first, step):
 def test_processes_share_the_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "shares_of_processes.py").write_text(SHARES)
     monkeypatch.syspath_prepend(str(tmp_path))
-    module = importlib.import_module("shares_of_processes")
-    found = list(workers.run_parallel(module.share, workers=2, seconds=60))
+    share = importlib.import_module("shares_of_processes").share
+    running = workers.run_parallel(share, workers=2, seconds=60)
+    found = list(itertools.islice(running, 6))
+    # One still sleeps; it is ended with the iterator.
+    running.close()
     assert sorted(one.name for one in found if one.status == "ok") == list("01234")
     assert [one.detail for one in found if one.status == "FAILED"] == ["ended with exit code 3"]
-    hanging = workers.run_parallel(module.hang, workers=1, seconds=60)
-    assert next(hanging).name == "before"
-    hanging.close()
+    assert not multiprocessing.active_children()
 
 
 # -- the sanitizer --
@@ -236,6 +239,7 @@ def test_the_sanitizer_runs_the_small_cases_in_a_process(
     assert [one.status for one in kernel_sanitizer.check_sanitizer(60)] == ["ok", "ok"]
     command, path = (tmp_path / "log").read_text().splitlines()
     assert command.startswith("--tool memcheck --error-exitcode 77 ")
+    assert "--kernel-name" not in command
     assert command.endswith("from soupkit.bench.kernel_sanitizer import small; small()")
     assert str(Path(kernel.__file__).parents[2]) in path
 
@@ -251,6 +255,13 @@ from soupkit.bench.kernel_cases import ALL, FP16, FP32, ONE, Case  # noqa: E402
 interpreted = pytest.mark.skipif(
     not triton_bfloat16.IS_INTERPRETED, reason="on a GPU `--check` itself says more"
 )
+
+
+def test_racecheck_watches_a_kernel_that_there_is() -> None:
+    from soupkit_kernels.triton_linear import delta_linear_kernel
+
+    # A name of no kernel would be found clean.
+    assert delta_linear_kernel.__name__ == kernel_sanitizer.KERNEL
 
 
 @interpreted
@@ -336,6 +347,55 @@ def test_torch_compile_is_checked() -> None:
     assert [one.status for one in found] == ["ok"] * 2
 
 
+class Replayed:
+    """A CUDA graph's outline: the same call again, into the tensors that it returned at first."""
+
+    def __init__(self, run: Callable[[], list[Tensor]]) -> None:
+        self.run, self.outputs = run, run()
+
+    def replay(self) -> None:
+        for output, new in zip(self.outputs, self.run(), strict=True):
+            output.copy_(new)
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    def captured(run: Callable[[], list[Tensor]]) -> tuple[Replayed, list[Tensor]]:
+        graph = Replayed(run)
+        return graph, graph.outputs
+
+    monkeypatch.setattr(kernel_graphs, "_captured", captured)
+    monkeypatch.setattr(kernel_graphs, "SIZES", (5,))
+    monkeypatch.setattr(kernel_graphs, "ROUNDS", 2)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", object)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+
+
+@interpreted
+@pytest.mark.usefixtures("fake_cuda")
+def test_graphs_and_streams_are_checked() -> None:
+    found = list(kernel_graphs.check_graphs(CPU, out=8, width=32))
+    assert [one.status for one in found] == ["ok"] * 2
+    assert [one.status for one in kernel_graphs.check_streams(CPU, out=8, width=32)] == ["ok"] * 2
+
+
+@interpreted
+@pytest.mark.usefixtures("fake_cuda")
+def test_a_replay_that_keeps_old_variants_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[list[Tensor]] = []
+
+    def replay(self: Replayed) -> None:
+        kept.append([one.clone() for one in self.run()])
+        for output, old in zip(self.outputs, kept[0], strict=True):
+            output.copy_(old)
+
+    monkeypatch.setattr(Replayed, "replay", replay)
+    found = next(kernel_graphs.check_graphs(CPU, out=8, width=32))
+    assert found.status == "FAILED"
+    assert found.detail.startswith("replay 1: ")
+
+
 @interpreted
 def test_the_check_says_what_needs_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -359,6 +419,40 @@ def test_the_check_says_what_needs_a_gpu(
 
 def test_the_check_fits_in_ten_minutes() -> None:
     assert sum(kernel_check.SECONDS.values()) < 570
+
+
+@interpreted
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("not run", 0), ("FAILED", 1)])
+def test_the_exit_code_says_whether_a_result_was_wrong(
+    monkeypatch: pytest.MonkeyPatch, status: findings.Status, code: int
+) -> None:
+    parts = [Part("part", lambda: iter([finding("case", status, "why")]), 9)]
+    monkeypatch.setattr(kernel_check, "_parts", lambda _: parts)
+    done = CliRunner().invoke(app, ["bench", "kernel", "--check", "--json"])
+    assert done.exit_code == code
+    assert json.loads(done.stdout)["findings"][0]["status"] == status
+    assert "why" in done.stderr
+    assert "why" in CliRunner().invoke(app, ["bench", "kernel", "--check"]).stdout
+
+
+@interpreted
+def test_an_interrupted_check_shows_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def part() -> Iterator[Finding]:
+        yield finding("before")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernel_check, "_parts", lambda _: [Part("part", part, 9)])
+    done = CliRunner().invoke(app, ["bench", "kernel", "--check"])
+    assert done.exit_code == 130
+    assert "interrupted" in done.stdout
+    assert "before" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [("merge", "--check"), ("kernel", "--check", "--quick")])
+def test_check_is_for_the_kernel_alone(arguments: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(app, ["bench", *arguments])
+    assert done.exit_code == 1
+    assert "give --check to `bench kernel`" in done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -34,6 +34,7 @@ class Case:
         slots: the encoding of each variant.
         of: the distinct variants in the batch: "mixed" the base and all slots in turn, "one" the
             first, "base", "outside" also numbers that no slot has (NaN, on a GPU).
+        is_lane: False: what the Triton kernels do not take, and torch (on a CPU, C) does.
     """
 
     out_features: int
@@ -44,6 +45,7 @@ class Case:
     dtype: torch.dtype = BF16
     what: Literal["linear", "add", "embedding"] = "linear"
     has_bias: bool = False
+    is_lane: bool = True
 
     @property
     def name(self) -> str:
@@ -54,7 +56,8 @@ class Case:
         )
         shape = f"{self.out_features}x{self.in_features} {SHORT[self.dtype]} M={self.tokens}"
         bias = " bias" if self.has_bias else ""
-        return f"{self.what} {shape} {self.of} of {len(self.slots)}: {kinds}{bias}"
+        path = "" if self.is_lane else " without triton"
+        return f"{self.what} {shape} {self.of} of {len(self.slots)}: {kinds}{bias}{path}"
 
 
 def gpu_cases() -> list[Case]:
@@ -87,6 +90,8 @@ def gpu_cases() -> list[Case]:
         Case(1000, 2048, 24, (ALL, ONE), what="add"),
         Case(1000, 2048, 24, (ALL, LOW_RANK, FOUR), what="embedding"),
         *odd,
+        Case(33, 1003, 9, four, is_lane=False),
+        Case(1000, 2048, 70, (ALL, EMPTY, LOW_RANK), has_bias=True, is_lane=False),
         Case(14336, 4096, 500, (ONE,), "one"),
         Case(1000, 2048, 500, (ALL,), "one"),
         Case(*llama, 300, four, "base"),
@@ -105,4 +110,5 @@ def tiny_cases() -> list[Case]:
         Case(5, 16, 2, (ONE,), "base", dtype=FP16),
         Case(24, 128, 70, (ONE, ONE), dtype=FP16),
         Case(24, 128, 400, (ONE,), "one", dtype=FP32),
+        Case(9, 20, 5, (ALL, ONE), dtype=FP32, is_lane=False),
     ]

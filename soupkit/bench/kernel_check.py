@@ -2,9 +2,9 @@
 
 Under ten minutes in all: results against float64, compute-sanitizer, CUDA graphs and streams,
 torch.compile, times, and a tuning pass whose table is ready for configs.py. On a CPU with
-TRITON_INTERPRET=1 the results alone, at tiny shapes. A report is whole at any moment: who
-interrupts sees what there is. On a machine that is lent for some minutes, with torch for CUDA (it
-brings triton), rich and typer, from the root of a checkout and with nothing installed:
+TRITON_INTERPRET=1 the results, at tiny shapes, and what torch.compile traces. A report is whole at
+any moment: who interrupts sees what there is. On a machine that is lent for some minutes, with
+torch for CUDA (it brings triton), rich and typer, in a checkout, with nothing installed:
 
     PYTHONPATH=.:kernels timeout -s TERM 585 \\
         python3 -m soupkit bench kernel --check --json > $OUT/check.json
@@ -68,7 +68,7 @@ def run(check: Check, *, progress: Progress | None = None) -> None:
         raise ValueError("--check needs triton, which is not installed: pip install triton")
     if not torch.cuda.is_available() and not kernel_results.is_interpreted():
         raise ValueError(
-            "--check needs a GPU with CUDA (it is written for Hopper), or, for the results alone, "
+            "--check needs a GPU with CUDA (it is written for Hopper), or, for results alone, "
             "Triton's interpreter: set TRITON_INTERPRET=1"
         )
     findings.collect(check.report, _parts(check), progress=progress)

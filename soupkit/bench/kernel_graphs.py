@@ -16,7 +16,7 @@ from torch import Tensor
 
 from soupkit.bench.findings import Finding
 from soupkit.bench.kernel_cases import BF16, EMPTY, FP32, ONE, TWO, Case
-from soupkit.bench.kernel_results import Layer, call, compare, make, reference, same_bits
+from soupkit.bench.kernel_results import Layer, call, compare, make, plan_of, reference, same_bits
 from soupkit_kernels.op import add_delta_, delta_embedding, delta_linear
 from soupkit_kernels.plan import plan
 
@@ -39,9 +39,7 @@ def check_streams(device: torch.device, *, out: int = 4096, width: int = 4096) -
     """Two streams at a time, with plans of their own; split sums must not meet."""
     case = Case(out, width, 8, SLOTS)
     layers = [make(case, device, seed) for seed in (4, 5)]
-    plans = [
-        plan(one.index, slots=len(SLOTS), planes=one.arena.planes, device=device) for one in layers
-    ]
+    plans = [plan_of(one) for one in layers]
     alone = [call(case, one, step) for one, step in zip(layers, plans, strict=True)]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in layers]  # type: ignore[no-untyped-call]
@@ -69,12 +67,8 @@ def check_compile(device: torch.device, *, out: int = 1024, width: int = 2048) -
         dtype = BF16 if is_cuda else FP32
         case = Case(out, width, tokens, SLOTS, dtype=dtype)
         layer = make(case, device, 6)
-        arena = layer.arena
         ids = torch.arange(tokens, device=device) * 5 % out
-        step = plan(
-            layer.index, slots=len(SLOTS), planes=arena.planes, device=device,
-            is_lane=arena.is_lane,
-        )  # fmt: skip
+        step = plan_of(layer)
 
         def model(x: Tensor, layer: Layer = layer, ids=ids, step=step) -> Tensor:  # type: ignore[no-untyped-def]
             x = x * 2 + delta_embedding(ids, layer.weight, layer.arena, step)
@@ -97,7 +91,7 @@ def _plan_inside(case: Case, layers: list[Layer]) -> str:
     planes = max(one.arena.planes for one in layers)
 
     def run() -> list[Tensor]:
-        there = plan(index, slots=slots, planes=planes)
+        there = plan(index, slots=slots, planes=planes, is_lane=layers[0].arena.is_lane)
         return [call(case, one, there) for one in layers]
 
     graph, outputs = _captured(run)
@@ -120,9 +114,7 @@ def _plan_inside(case: Case, layers: list[Layer]) -> str:
 
 def _plan_outside(case: Case, layer: Layer) -> str:
     """Capture a layer with the host's plan; replay with its slots changed."""
-    step = plan(
-        layer.index, slots=len(case.slots), planes=layer.arena.planes, device=layer.x.device
-    )
+    step = plan_of(layer)
     graph, outputs = _captured(lambda: [call(case, layer, step)])
     for turn in range(3):
         if turn:

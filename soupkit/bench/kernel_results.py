@@ -79,9 +79,7 @@ def make(case: Case, device: torch.device, seed: int) -> Layer:
         return torch.randn(*shape, generator=g, device=device)
 
     deltas: list[Delta | None] = [_delta(case, one, g) if any(one) else None for one in case.slots]
-    # The interpreter, and a width that the automatic choice sends elsewhere on purpose.
-    is_lane = True if device.type == "cpu" else None
-    arena = arena_of(deltas, dtype=dtype, device=device, is_lane=is_lane)
+    arena = arena_of(deltas, dtype=dtype, device=device, is_lane=case.is_lane)
     count = len(case.slots)
     if case.of == "one":
         index = torch.zeros(tokens, dtype=torch.int64)
@@ -111,14 +109,10 @@ def make(case: Case, device: torch.device, seed: int) -> Layer:
 def check(case: Case, layer: Layer) -> Finding:
     """Compare with float64, with itself, and with the plan that the device makes."""
     device, slots = layer.x.device, case.slots
-    is_triton = path_name(layer.arena, layer.weight) == "triton"
-    if not is_triton and case.in_features % 16 == 0:
-        path = path_name(layer.arena, layer.weight)
-        return Finding(case.name, "FAILED", f"took the path {path!r} instead of triton")
-    step = plan(
-        layer.index, slots=len(slots), planes=layer.arena.planes, device=device,
-        is_lane=layer.arena.is_lane,
-    )  # fmt: skip
+    path = path_name(layer.arena, layer.weight)
+    if (path == "triton") != case.is_lane:
+        return Finding(case.name, "FAILED", f"took the path {path!r}")
+    step = plan_of(layer)
     want = reference(case, layer, layer.index)
     runs = []
     for _ in range(3):
@@ -139,7 +133,16 @@ def check(case: Case, layer: Layer) -> Finding:
         wrong = wrong and f"with the variants on the device: {wrong}"
     if wrong:
         return Finding(case.name, "FAILED", wrong)
-    return Finding(case.name, "ok", "" if is_triton else path_name(layer.arena, layer.weight))
+    return Finding(case.name, "ok", "" if case.is_lane else path)
+
+
+def plan_of(layer: Layer) -> Plan:
+    """The host's plan of a case's batch."""
+    arena = layer.arena
+    return plan(
+        layer.index, slots=arena.slots, planes=arena.planes, device=arena.device,
+        is_lane=arena.is_lane,
+    )  # fmt: skip
 
 
 def call(case: Case, layer: Layer, variants: Plan | Tensor) -> Tensor:
