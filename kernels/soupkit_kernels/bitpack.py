@@ -70,7 +70,7 @@ def _look_up(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """[..., B] bytes -> [..., 8 B] of +-1 in int8 or a 2-byte dtype.
 
     The eight signs of a byte are gathered as one element of 8 or 16 bytes, which costs half of
-    gathering rows of eight (F.embedding); cpu.py has the figures.
+    gathering rows of eight (F.embedding); torch_path.py has the figures.
     """
     whole = torch.int64 if dtype.itemsize == 1 else torch.complex128
     table = _sign_table(dtype, packed.device).view(whole).flatten()

@@ -3,8 +3,8 @@
     D = sum_p diag(scale_p) S_p diag(column_scale_p) + up down
 
 S_p is a matrix of +-1, packed (bitpack.py). A scale per row or per matrix, per column beside it,
-a low-rank part, several planes: every encoding of a bundle is a case of this sum. Sources: BitDelta,
-arXiv 2402.10193 (signs); LoRA, arXiv 2106.09685 (up down). Not here: what acts on it.
+a low-rank part, several planes: every encoding of a bundle is a case of this sum. Sources:
+BitDelta, arXiv 2402.10193 (signs); LoRA, arXiv 2106.09685 (up down). Not here: what acts on it.
 """
 
 from __future__ import annotations
@@ -130,9 +130,7 @@ class Delta:
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-        raise ValueError(
-            f"{name} {tensor.dtype} {tuple(tensor.shape)}: needs {dtype} {shape}"
-        )
+        raise ValueError(f"{name} {tensor.dtype} {tuple(tensor.shape)}: needs {dtype} {shape}")
 
 
 def _cut_columns(packed: Tensor, start: int, end: int, num_signs: int) -> Tensor:

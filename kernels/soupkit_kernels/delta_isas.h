@@ -78,10 +78,12 @@ INLINE TARGET __m512 multiply_add_avx512_bf16(__m512i a, __m512i b, __m512 sum) 
 SIZES(BF16, BASE)
 SIZES(BF16, SHARED)
 SIZES(BF16, EACH)
+SIZES(BF16, SHARED_SIGNS)
 SIZES(BF16, SIGNS)
 static const struct isa isa_avx512_bf16 = {
     .rows[BF16] = {
-        TABLE(BF16, BASE), TABLE(BF16, SHARED), TABLE(BF16, EACH), TABLE(BF16, SIGNS),
+        TABLE(BF16, BASE), TABLE(BF16, SHARED), TABLE(BF16, EACH),
+        TABLE(BF16, SHARED_SIGNS), TABLE(BF16, SIGNS),
     },
     .num_rows = NUM_ROWS,
 };

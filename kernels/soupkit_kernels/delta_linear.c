@@ -27,7 +27,8 @@ enum mode {
     BASE,   /* the base alone */
     SHARED, /* the base, and one plane for all tokens */
     EACH,   /* the base, and a plane for each token */
-    SIGNS,  /* a plane for each token, without the base */
+    SHARED_SIGNS, /* one plane for all tokens, without the base */
+    SIGNS,        /* a plane for each token, without the base */
     NUM_MODES
 };
 /* A pass takes 1 << size tokens. GROUP_ROWS is a multiple of the rows that any pass takes. */
@@ -66,7 +67,7 @@ INLINE const float *scales_of(
    token. Pairs are numbered row * tokens + token. */
 struct block {
     const char *weight, *x;
-    const uint8_t *bits[MAX_TOKENS]; /* SHARED: only the first is read; BASE: NULL */
+    const uint8_t *bits[MAX_TOKENS]; /* SHARED: the first is read; BASE: NULL */
     int64_t weight_stride, x_stride, bits_stride;
     int64_t width; /* K */
     float *base, *sign;
@@ -205,7 +206,8 @@ static void decode_block(
         };
         for (int m = 0; m < tokens; m++) planes[m] = work->plane ? work->plane[first + m] : p;
         const int differ = point_at_bits(work, slots, planes, tokens, begin, block.bits);
-        const int mode = !has_base ? SIGNS : differ > 1 ? EACH : differ ? SHARED : BASE;
+        const int mode = has_base
+            ? (differ > 1 ? EACH : differ ? SHARED : BASE) : differ > 1 ? SIGNS : SHARED_SIGNS;
         if (has_base || differ) work->isa->rows[work->kind][mode][size](&block);
         for (int m = 0; m < tokens; m++) {
             const int has = slots[m] && planes[m] < slots[m][PLANES];

@@ -11,7 +11,7 @@ INLINE TARGET void ISA(step)(
     UNROLL for (int m = 0; m < tokens; m++) value[m] = ISA(inputs)(at->x + m * at->x_stride, k);
     UNROLL for (int r = 0; r < rows; r++) {
         VALUE w, s;
-        if (mode != SIGNS) {
+        if (mode < SHARED_SIGNS) {
             w = ISA(weights)(at->weight + r * at->weight_stride, k, kind);
             /* The next rows, into the second cache: without it the arithmetic of several tokens
                waits for memory (../README.md). An address past the end does not fault. */
@@ -22,7 +22,7 @@ INLINE TARGET void ISA(step)(
                 base[r * tokens + m] = ISA(multiply_add)(w, value[m], base[r * tokens + m]);
         }
         UNROLL for (int m = 0; mode != BASE && m < tokens; m++) {
-            if (mode != SHARED || !m) s = ISA(signs)(at->bits[m] + r * at->bits_stride, k);
+            if ((mode != SHARED && mode != SHARED_SIGNS) || !m) s = ISA(signs)(at->bits[m] + r * at->bits_stride, k);
             sign[r * tokens + m] = ISA(multiply_add)(s, value[m], sign[r * tokens + m]);
         }
     }
@@ -50,9 +50,9 @@ INLINE TARGET void ISA(rows)(struct block *block, int kind, int mode, int tokens
         for (int64_t k = 0; k + STEP <= at.width; k += STEP)
             ISA(step)(&at, k, kind, mode, tokens, rows, base, sign);
     } while (block->width % STEP && take_rest(
-        block, &rest, STEP, X_BYTES, mode == SIGNS ? 0 : kind == F32 ? 4 : 2, tokens, rows
+        block, &rest, STEP, X_BYTES, mode >= SHARED_SIGNS ? 0 : kind == F32 ? 4 : 2, tokens, rows
     ));
-    ISA(totals)(base, mode == SIGNS ? 0 : pairs, block->base);
+    ISA(totals)(base, mode >= SHARED_SIGNS ? 0 : pairs, block->base);
     ISA(totals)(sign, mode == BASE ? 0 : pairs, block->sign);
 }
 

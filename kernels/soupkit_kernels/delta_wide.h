@@ -151,6 +151,7 @@ INLINE TARGET void ISA(effective)(
 SIZES(F32, BASE)
 SIZES(F32, SHARED)
 SIZES(F32, EACH)
+SIZES(F32, SHARED_SIGNS)
 SIZES(F32, SIGNS)
 SIZES(BF16, BASE)
 SIZES(BF16, SHARED)
@@ -166,14 +167,17 @@ EFFECTIVE(F16)
 static const struct isa ISA(isa) = {
     .rows = {
         [F32] = {
-            TABLE(F32, BASE), TABLE(F32, SHARED), TABLE(F32, EACH), TABLE(F32, SIGNS),
+            TABLE(F32, BASE), TABLE(F32, SHARED), TABLE(F32, EACH),
+            TABLE(F32, SHARED_SIGNS), TABLE(F32, SIGNS),
         },
         [BF16] = {
-            TABLE(BF16, BASE), TABLE(BF16, SHARED), TABLE(BF16, EACH), TABLE(F32, SIGNS),
+            TABLE(BF16, BASE), TABLE(BF16, SHARED), TABLE(BF16, EACH),
+            TABLE(F32, SHARED_SIGNS), TABLE(F32, SIGNS),
         },
 #ifdef HAS_HALF
         [F16] = {
-            TABLE(F16, BASE), TABLE(F16, SHARED), TABLE(F16, EACH), TABLE(F32, SIGNS),
+            TABLE(F16, BASE), TABLE(F16, SHARED), TABLE(F16, EACH),
+            TABLE(F32, SHARED_SIGNS), TABLE(F32, SIGNS),
         },
 #endif
     },

@@ -52,8 +52,8 @@ def delta_linear(
     Args:
         x: float16, bfloat16, float32 or float64, at least one axis; weight, bias and the arena have
             its dtype and device.
-        variants: slot of each token, shaped like x without its last axis; -1, and an empty slot, are
-            the base. A plan serves all layers of a step and saves its making in each.
+        variants: slot of each token, shaped like x without its last axis; -1, and an empty slot,
+            are the base. A plan serves all layers of a step and saves its making in each.
     Returns:
         A fresh tensor; row t depends on nothing but x[t] and its variant.
     Raises:
@@ -70,7 +70,7 @@ def delta_linear(
 
 
 def add_delta_(y: Tensor, x: Tensor, arena: DeltaArena, variants: Tensor | Plan) -> Tensor:
-    """y[t] += x[t] D_v^T in place, in float32, rounded once: for a base that another kernel computes.
+    """y[t] += x[t] D_v^T in place, in float32, rounded once: y is a base of another kernel.
 
     A quantised base's own product gives y; tokens of the base keep theirs.
 
@@ -85,8 +85,7 @@ def add_delta_(y: Tensor, x: Tensor, arena: DeltaArena, variants: Tensor | Plan)
     _check_no_gradient(y)
     if y.dtype != x.dtype or y.shape != (*x.shape[:-1], arena.out_features):
         raise ValueError(
-            f"y {y.dtype} {tuple(y.shape)}: needs {x.dtype} "
-            f"{(*x.shape[:-1], arena.out_features)}"
+            f"y {y.dtype} {tuple(y.shape)}: needs {x.dtype} {(*x.shape[:-1], arena.out_features)}"
         )
     if not y.is_contiguous() or y.device != x.device:
         raise ValueError(f"y on {y.device}, strides {y.stride()}: needs {x.device}, contiguous")
@@ -227,10 +226,10 @@ _OPERANDS = (
     "Tensor data, Tensor table, int[] layout, Tensor index, Tensor[] groups, int block_m, "
     "int[] long_variants, Tensor[] long_rows"
 )
-_library = torch.library.Library("soupkit", "FRAGMENT")
-_library.define(
-    f"delta_linear(Tensor x, Tensor weight, Tensor? bias, {_OPERANDS}) -> Tensor"
-)
+# torch.library is not typed.
+_torch_library: Any = torch.library
+_library = _torch_library.Library("soupkit", "FRAGMENT")
+_library.define(f"delta_linear(Tensor x, Tensor weight, Tensor? bias, {_OPERANDS}) -> Tensor")
 _library.define(f"add_delta_(Tensor(a!) y, Tensor x, {_OPERANDS}) -> ()")
 _library.define(f"delta_embedding(Tensor ids, Tensor weight, {_OPERANDS}) -> Tensor")
 
@@ -267,9 +266,13 @@ def _layer(
         data, table, out_features=out_features, in_features=in_features, planes=planes,
         has_columns=bool(has_columns), rank=rank, dtype=dtype, is_lane=bool(is_lane),
     )  # fmt: skip
-    rows = long_rows or [None] * len(long_variants)
+    # No rows: one run that is the whole batch.
+    rows: list[Tensor] | list[None] = long_rows or [None] * len(long_variants)
     long = tuple(Long(v, r) for v, r in zip(long_variants, rows, strict=True))
-    there = Groups(*groups, block_m=block_m) if groups else None
+    there = None
+    if groups:
+        order, variants, starts, members, locks = groups
+        there = Groups(order, variants, starts, members, locks, block_m)
     return arena, Plan(index, None, arena.slots, planes, there, long)
 
 
@@ -291,16 +294,21 @@ for _device in ("CPU", "CUDA"):
     _library.impl("delta_embedding", _embedding_operator, _device)
 
 
-@torch.library.register_fake("soupkit::delta_linear", lib=_library)
 def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-@torch.library.register_fake("soupkit::add_delta_", lib=_library)
 def _add_shape(*_: Any) -> None:
     return None
 
 
-@torch.library.register_fake("soupkit::delta_embedding", lib=_library)
 def _embedding_shape(ids: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return weight.new_empty(*ids.shape, weight.shape[1])
+
+
+for _name, _shape in (
+    ("delta_linear", _linear_shape),
+    ("add_delta_", _add_shape),
+    ("delta_embedding", _embedding_shape),
+):
+    _torch_library.register_fake(f"soupkit::{_name}", _shape, lib=_library)

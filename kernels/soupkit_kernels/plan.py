@@ -206,7 +206,8 @@ def _moved(groups: Groups, rows: Tensor, device: torch.device) -> Groups:
     parts = (order, groups.variants, groups.starts, groups.members.reshape(-1), groups.locks)
     # Each from a multiple of 16 bytes on: Triton compiles anew for another alignment.
     padded = [F.pad(part, (0, -part.numel() % 4)) for part in parts]
-    moved = torch.cat(padded).to(device, non_blocking=True).split([p.numel() for p in padded])
+    sizes = [part.numel() for part in padded]
+    moved = torch.split(torch.cat(padded).to(device, non_blocking=True), sizes)
     order, variants, starts, members, locks = (
         there[: part.numel()] for there, part in zip(moved, parts, strict=True)
     )
