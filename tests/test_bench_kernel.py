@@ -157,6 +157,20 @@ def test_an_exception_fails_its_part_alone_and_cuda_errors_end_all() -> None:
     assert report.failed
 
 
+def test_an_error_of_cuda_in_another_process_ends_nothing() -> None:
+    def part() -> Iterator[Finding]:
+        yield finding("a", "FAILED", "AcceleratorError: CUDA error: misaligned address")
+        yield finding("b")
+
+    report = Report()
+    parts = [Part("apart", part, 9, is_apart=True), Part("here", part, 9), Part("then", part, 9)]
+    findings.collect(report, parts)
+    assert [(part, one.name, one.status) for part, one in report.found] == [
+        ("apart", "a", "FAILED"), ("apart", "b", "ok"), ("here", "a", "FAILED"),
+        ("then", "all", "not run"),
+    ]  # fmt: skip
+
+
 def test_who_interrupts_has_what_came_before() -> None:
     def part() -> Iterator[Finding]:
         yield finding("before")

@@ -31,11 +31,16 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A name, what yields its findings, and the seconds that it may take."""
+    """A name, what yields its findings, and the seconds that it may take.
+
+    Args:
+        is_apart: it runs in processes of its own, where an error of CUDA is none in this one.
+    """
 
     name: str
     run: Callable[[], Iterator[Finding]]
     seconds: float
+    is_apart: bool = False
 
 
 @dataclass(slots=True)
@@ -84,7 +89,8 @@ def collect(
                 if progress is not None:
                     done = before + min(spent, part.seconds)
                     progress(f"{part.name}: {finding.name}", int(done), int(total))
-                if finding.status == "FAILED" and "CUDA error" in finding.detail:
+                has_failed = finding.status == "FAILED" and "CUDA error" in finding.detail
+                if has_failed and not part.is_apart:
                     lost = "an error of CUDA before it"
                     break
                 if spent > part.seconds:

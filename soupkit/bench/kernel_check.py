@@ -117,7 +117,8 @@ def _parts(check: Check) -> list[Part]:
         "times": lambda: _times(check),
         "tuning": lambda: _tuning(check),
     }
-    return [Part(name, parts[name], SECONDS[name]) for name in SECONDS]
+    apart = ("results", "sanitizer")
+    return [Part(name, parts[name], SECONDS[name], name in apart) for name in SECONDS]
 
 
 def _results() -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
@@ -69,5 +70,7 @@ def run_parallel(share: Share, *, workers: int, seconds: float) -> Iterator[Find
 
 
 def _work(pipe: Connection, share: Share, first: int, step: int) -> None:
+    # An interrupt is for the caller, who ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     for finding in share(first, step):
         pipe.send(finding)
