@@ -232,10 +232,8 @@ class DeltaArena:
         return self.in_features
 
     def _part(self, at: int, dtype: torch.dtype, *shape: int) -> Tensor:
-        count = dtype.itemsize
-        for size in shape:
-            count *= size
-        return self.data[at : at + count].view(dtype).view(shape)
+        end = at + dtype.itemsize * torch.Size(shape).numel()
+        return self.data[at:end].view(dtype).view(shape)
 
     def _set_row(self, slot: int, row: tuple[int, ...]) -> None:
         self._rows[slot] = row
@@ -333,21 +331,15 @@ def arena_of(
     if is_lane is None:
         is_lane = torch.device(device).type == "cuda"
     has_columns = any(delta.column_scale is not None for delta in there)
-    arena = DeltaArena(
-        there[0].out_features,
-        there[0].in_features,
-        slots=len(deltas),
-        slot_bytes=max(
-            slot_bytes_for(delta, dtype=dtype, is_lane=is_lane, has_columns=has_columns)
-            for delta in there
-        ),
-        planes=max(delta.planes for delta in there),
-        has_columns=has_columns,
-        rank=max(delta.rank for delta in there),
-        dtype=dtype,
-        device=device,
-        is_lane=is_lane,
+    needed = max(
+        slot_bytes_for(delta, dtype=dtype, is_lane=is_lane, has_columns=has_columns)
+        for delta in there
     )
+    arena = DeltaArena(
+        there[0].out_features, there[0].in_features, slots=len(deltas), slot_bytes=needed,
+        planes=max(delta.planes for delta in there), has_columns=has_columns,
+        rank=max(delta.rank for delta in there), dtype=dtype, device=device, is_lane=is_lane,
+    )  # fmt: skip
     for slot, delta in enumerate(deltas):
         if delta is not None:
             arena.put(slot, delta)

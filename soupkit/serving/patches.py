@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from soupkit.errors import ServingError
 from soupkit_kernels import Delta, DeltaArena, Plan, delta_embedding, delta_linear, plan
-from soupkit_kernels.arena import slot_bytes_for
 
 BASE_SLOT = -1
 
@@ -194,22 +193,12 @@ class DeltaPatch(Patch):
         """Make sure of an arena of so many slots that takes a delta such as `like`, if any."""
         arena, weight = self.arena, self.module.weight
         if arena is None and like is not None:
-            is_lane = weight.device.type == "cuda"
-            has_columns = like.column_scale is not None
-            larger = DeltaArena(
-                like.out_features,
-                like.in_features,
-                slots=slots,
-                slot_bytes=slot_bytes_for(
-                    like, dtype=weight.dtype, is_lane=is_lane, has_columns=has_columns
-                ),
-                planes=like.planes,
-                has_columns=has_columns,
-                rank=like.rank,
-                dtype=weight.dtype,
-                device=weight.device,
-                is_lane=is_lane,
-            )
+            nothing = DeltaArena(
+                like.out_features, like.in_features, slots=0, slot_bytes=0, planes=0,
+                has_columns=False, rank=0, dtype=weight.dtype, device=weight.device,
+                is_lane=weight.device.type == "cuda",
+            )  # fmt: skip
+            larger = nothing.grown(slots=slots, like=like)
         elif arena is not None and (
             arena.slots < slots or (like is not None and not arena.takes(like))
         ):
