@@ -217,7 +217,7 @@ def test_split_sums_are_the_same_every_time(dtype: torch.dtype) -> None:
     arena, groups = arena_for(deltas, dtype), grouped(index, arena_for(deltas, dtype))
     x, weight, bias = (values(dtype, *shape, seed=len(shape)) for shape in ((4, k), (n, k), (n,)))
     chosen = configs.config(groups.block_m, 2, x.element_size())
-    assert gpu.split(k, 1, chosen.block_k, 2 * gpu.num_sms(x.device))[1] > 1
+    assert gpu.split(k, 1, chosen.block_k, 2 * gpu.chip(x.device)[0])[1] > 1
     results = []
     for _ in range(2):
         y = torch.full((4, n), float("nan"), dtype=dtype, device=DEVICE)

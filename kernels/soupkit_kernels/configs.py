@@ -27,38 +27,48 @@ class Config:
     per_sm: int = 2
 
 
-# By (block_m, terms, bytes of an element). Two programs an SM hide each other's start and end; 128
-# tokens need the registers of a whole SM. Smaller than 16 tokens is not worth an instance: the
-# tensor cores take as long, and tokens that are not there are not loaded.
+# By (block_m, terms, bytes of an element). Two programs an SM hide each other's start and end; 64
+# tokens of 4 terms and 128 of one need the registers of a whole SM. Less than 16 tokens is not
+# worth an instance: the tensor cores take as long, and tokens that are not there are not loaded.
 #
-# Static figures for sm_90, split K, bfloat16: registers, and instructions of the main loop a weight
-# (threads x instructions / weights of a tile). None spills, all use HGMMA.
+# Beside each: registers and SASS instructions of the main loop per weight on sm_90, with triton
+# 3.6.0 and 3.9.0, K split and no column scales or low-rank parts. None spills; 16-bit ones use
+# HGMMA, load weights by 16 bytes and each packed word once.
 _TABLE = {
-    #                                        triton 3.6.0   3.9.0
-    (16, 1, 2): Config(64, 128, 4, 4),
-    (16, 2, 2): Config(64, 128, 4, 4),
-    (16, 4, 2): Config(64, 128, 4, 3),
-    (16, 8, 2): Config(64, 256, 4, 2),
-    (32, 1, 2): Config(64, 128, 4, 4),
-    (32, 2, 2): Config(64, 128, 4, 4),
-    (32, 4, 2): Config(64, 256, 4, 2),
-    (64, 1, 2): Config(64, 128, 4, 3),
-    (64, 2, 2): Config(64, 128, 4, 3),
-    (64, 4, 2): Config(128, 128, 8, 2, 1),
-    (128, 1, 2): Config(128, 128, 8, 3, 1),
-    # float32 has no tensor core that keeps its precision.
-    (16, 1, 4): Config(32, 32, 4, 3),
-    (16, 2, 4): Config(32, 32, 4, 3),
-    (16, 4, 4): Config(32, 32, 4, 3),
-    (16, 8, 4): Config(32, 32, 4, 3),
-    (32, 1, 4): Config(32, 16, 4, 3),
-    (32, 2, 4): Config(32, 16, 4, 3),
-    (32, 4, 4): Config(32, 16, 4, 3),
-    (64, 1, 4): Config(32, 16, 4, 3),
-    (64, 2, 4): Config(32, 16, 4, 3),
-    (64, 4, 4): Config(32, 16, 4, 3),
-    (128, 1, 4): Config(32, 16, 8, 3),
+    (16, 1, 2): Config(64, 128, 4, 4),  # 96, 3.47; 96, 3.38
+    (16, 2, 2): Config(64, 128, 4, 4),  # 128, 4.89; 166, 4.55
+    (16, 4, 2): Config(64, 128, 4, 3),  # 156, 7.84; 251, 7.36
+    (16, 8, 2): Config(64, 256, 4, 2),  # 254, 13.45; 250, 13.99
+    (32, 1, 2): Config(64, 128, 4, 4),  # 128, 3.66; 128, 3.36
+    (32, 2, 2): Config(64, 128, 4, 4),  # 176, 5.03; 168, 4.83
+    (32, 4, 2): Config(64, 256, 4, 2),  # 225, 7.79; 225, 8.25
+    (64, 1, 2): Config(64, 128, 4, 3),  # 180, 3.97; 182, 3.67
+    (64, 2, 2): Config(64, 128, 4, 3),  # 255, 5.42; 255, 5.19
+    (64, 4, 2): Config(128, 128, 8, 2, 1),  # 255, 7.81; 255, 8.33
+    (128, 1, 2): Config(128, 128, 8, 3, 1),  # 247, 3.86; 252, 3.66
+    # No tensor core keeps float32's precision: small steps of K bound the registers.
+    (16, 1, 4): Config(32, 32, 4, 3),  # 164, 50; 166, 51
+    (16, 2, 4): Config(32, 32, 4, 3),  # 142, 74; 142, 74
+    (16, 4, 4): Config(32, 16, 4, 3),  # 150, 137; 150, 137
+    (16, 8, 4): Config(16, 32, 4, 3),  # 194, 262; 148, 257
+    (32, 1, 4): Config(32, 16, 4, 3),  # 128, 93; 128, 93
+    (32, 2, 4): Config(32, 16, 4, 3),  # 127, 137; 126, 138
+    (32, 4, 4): Config(32, 16, 4, 2),  # 144, 225; 128, 225
+    (64, 1, 4): Config(32, 16, 4, 3),  # 255, 165; 168, 164
+    (64, 2, 4): Config(32, 16, 4, 3),  # 168, 240; 168, 239
+    (64, 4, 4): Config(32, 16, 4, 3),  # 255, 389; 254, 388
+    (128, 1, 4): Config(32, 16, 8, 3, 1),  # 198, 321; 200, 320
 }
+# Where another chip needs less: registers of mma.sync (sm_80 to 89, 120), tensor memory (sm_100),
+# 99 KB of shared memory (sm_86, 89, 120).
+_NOT_HOPPER = {
+    (16, 8, 2): Config(64, 128, 4, 2),
+    (32, 4, 2): Config(64, 128, 4, 2),
+    (64, 2, 2): Config(32, 128, 4, 3),
+    (64, 4, 2): Config(32, 128, 4, 2),
+    (128, 1, 2): Config(64, 128, 8, 2, 1),
+}
+_HOPPER = 90
 
 # Most terms of a group, by its most tokens.
 MAX_TERMS = {16: 8, 32: 4, 64: 4, 128: 1}
@@ -72,9 +82,15 @@ def bucket(num_terms: int) -> int:
     return 0 if num_terms == 0 else 1 << (num_terms - 1).bit_length()
 
 
-def config(block_m: int, terms: int, element_size: int) -> Config:
-    """The tile shape of an instance of the kernel; without terms it is that of one."""
-    return _TABLE[block_m, max(terms, 1), element_size]
+def config(block_m: int, terms: int, element_size: int, capability: int = _HOPPER) -> Config:
+    """The tile shape of an instance of the kernel; without terms it is that of one.
+
+    Args:
+        block_m, terms: as the table has them. element_size: bytes of a weight.
+        capability: of the GPU, 10 major + minor.
+    """
+    key = (block_m, max(terms, 1), element_size)
+    return _TABLE[key] if capability == _HOPPER else _NOT_HOPPER.get(key, _TABLE[key])
 
 
 def shape(num_tokens: int, num_variants: int, planes: int) -> tuple[int, int]:

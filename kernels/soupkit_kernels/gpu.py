@@ -18,8 +18,8 @@ from soupkit_kernels.plan import MAX_LOCKS, Groups
 from soupkit_kernels.triton_linear import delta_linear_kernel
 from soupkit_kernels.triton_weights import low_rank_product
 
-# Multiprocessors assumed where there is no GPU: those of an H100.
-_ASSUMED_SMS = 132
+# Multiprocessors and compute capability assumed where there is no GPU: an H100's.
+_ASSUMED_CHIP = (132, 90)
 # Steps of K that a split must have: fewer, and its start and the sum cost more than it saves.
 _LEAST_STEPS = 4
 
@@ -65,9 +65,10 @@ def linear(
     if y.numel() == 0 or groups.num_groups == 0:
         return y
     terms = bucket(groups.variants_per_group * planes)
-    chosen = config(groups.block_m, terms, x.element_size())
+    num_sms, capability = chip(x.device)
+    chosen = config(groups.block_m, terms, x.element_size(), capability)
     tiles = -(-n // chosen.block_n)
-    programs = chosen.per_sm * num_sms(x.device)
+    programs = chosen.per_sm * num_sms
     width, splits = split(k, groups.num_groups * tiles, chosen.block_k, programs)
     partials = None
     if splits > 1:
@@ -110,11 +111,12 @@ def split(k: int, tiles: int, block_k: int, programs: int) -> tuple[int, int]:
 
 
 @functools.cache
-def num_sms(device: torch.device) -> int:
-    """Multiprocessors of a device."""
+def chip(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors of a device, and its compute capability as 10 major + minor."""
     if device.type != "cuda":
-        return _ASSUMED_SMS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        return _ASSUMED_CHIP
+    found = torch.cuda.get_device_properties(device)
+    return found.multi_processor_count, 10 * found.major + found.minor
 
 
 def static_case(
@@ -128,6 +130,7 @@ def static_case(
     has_bias: bool = False,
     has_columns: bool = False,
     has_low_rank: bool = False,
+    capability: int = 90,
     chosen: Config | None = None,
 ) -> tuple[Any, dict[str, str], dict[str, Any], list[str], int, int]:
     """What a launch compiles for tensors as a Llama has them, for checks without a GPU.
@@ -136,7 +139,8 @@ def static_case(
         the kernel, the type of each argument that is no constant, the constants, the arguments that
         are multiples of 16, num_warps, num_stages.
     """
-    chosen = config(block_m, terms, dtype.itemsize) if chosen is None else chosen
+    if chosen is None:
+        chosen = config(block_m, terms, dtype.itemsize, capability)
     constants: dict[str, Any] = {
         "TERMS": terms, "BLOCK_M": block_m, "BLOCK_N": chosen.block_n, "BLOCK_K": chosen.block_k,
         "IS_EVEN_K": is_even_k, "SPLIT_K": is_split, "HAS_BASE": has_base, "HAS_BIAS": has_bias,
