@@ -192,9 +192,11 @@ def traffic_checks(code: Code, case: Case, tile: tuple[int, int]) -> list[Check]
     columns = case.terms * max(2 * block_k, 4 * code.threads) * case.has_columns
     loads = code.loads()
     by_16 = sum(count for (_, width), count in loads.items() if width == 16)
+    narrow = sum(count for (_, width), count in loads.items() if width < 4)
     signs = sum(loads.values()) - wide - columns
     return [
         Check("16 B/tile", by_16 / wide, ">=", 1),
+        Check("narrow", narrow, "==", 0),
         Check("signs/tile", signs / packed if packed else signs, "==", min(packed, 1)),
         Check(
             "HBM B/wt", (wide - tokens + signs) / weights, "==", 2 * case.has_base + case.terms / 8
