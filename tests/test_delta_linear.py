@@ -515,7 +515,16 @@ def test_a_compiled_module_gives_the_same(dtype: torch.dtype) -> None:
         ids = torch.randint(0, 30, (count,), generator=generator)
         step = plan(torch.randint(-1, 3, (count,), generator=generator), slots=3, planes=2)
         with torch.no_grad():
+            before = compiled(ids, step)
+            assert torch.equal(before, module(ids, step))
+            # Another variant in a slot is seen without compiling anew.
+            for arena in module.arenas:
+                shape = (arena.out_features, arena.in_features)
+                arena.put(2, make_delta(*shape, (1, True, 1, False), generator))
             assert torch.equal(compiled(ids, step), module(ids, step))
+            assert not torch.equal(compiled(ids, step), before)
+            for arena in module.arenas:
+                arena.clear(2)
 
 
 def test_the_operators_keep_torch_s_rules() -> None:

@@ -5,7 +5,8 @@ The equations are in naive.py. Inference only: there is no backward. Paths:
 - native: a CPU, the C library (native_path.py);
 - torch: anything else (torch_path.py).
 Under torch.compile the layers are the operators soupkit::delta_linear, soupkit::add_delta_ and
-soupkit::delta_embedding, which it does not look into.
+soupkit::delta_embedding, which it does not look into; with variants on the host give them a plan
+made outside, since making one reads them.
 """
 
 from __future__ import annotations
