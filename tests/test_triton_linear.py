@@ -95,28 +95,27 @@ def check(
     *added: Tensor,
 ) -> None:
     """result[t] == x[t] (weight + D_v)^T + added, up to one rounding and the sums' own error."""
-    n, k = result.shape[1], x.shape[1]
-    base = torch.zeros(n, k).double() if weight is None else weight.double().cpu()
+    n, k, dtype = result.shape[1], x.shape[1], result.dtype
+    nothing = torch.zeros(n, k, dtype=torch.float64)
+    base = nothing if weight is None else weight.double().cpu()
     for token, variant in enumerate(index):
         delta = deltas[variant] if variant >= 0 else None
-        parts = [base]
+        low = signs = nothing
+        if delta is not None and delta.up is not None and delta.down is not None:
+            low = delta.up.double() @ delta.down.double()
         if delta is not None and delta.parts:
-            low = delta.up.double() @ delta.down.double() if delta.rank else torch.zeros_like(base)
-            parts += [low, delta.dense(torch.float64) - low]
+            signs = delta.dense(torch.float64) - low
         row = x[token].double().cpu()
-        want = sum(part @ row for part in parts)
-        size = sum(part.abs() @ row.abs() for part in parts) * max(1, deltas_planes(delta))
+        want = (base + low + signs) @ row
+        # Planes may cancel in `signs`; the kernel sums each of them.
+        planes = 1 if delta is None else max(1, delta.planes)
+        size = (base.abs() + low.abs() + planes * signs.abs()) @ row.abs()
         for term in added:
             more = term.double().cpu().expand(len(index), n)[token]
             want, size = want + more, size + more.abs()
         error = (result[token].double().cpu() - want).abs()
-        dtype = result.dtype
         bound = ROUNDING[dtype] * want.abs() + SUM_ERROR * size + TINY[dtype]
         assert bool((error <= bound).all()), (token, variant, float((error - bound).max()))
-
-
-def deltas_planes(delta: Delta | None) -> int:
-    return 0 if delta is None else delta.planes
 
 
 @pytest.mark.parametrize(

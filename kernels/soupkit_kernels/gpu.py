@@ -58,39 +58,46 @@ def linear(
     if y is None:
         assert weight is not None, "without a weight the product is added to y: give y"
         y = x.new_empty(x.shape[0], weight.shape[0])
-    n, k = y.shape[1], x.shape[1]
     x = x if x.stride(1) == 1 else x.contiguous()
     if weight is not None and weight.stride(1) != 1:
         weight = weight.contiguous()
     if y.numel() == 0 or groups.num_groups == 0:
         return y
-    terms = bucket(groups.variants_per_group * planes)
-    num_sms, capability = chip(x.device)
-    chosen = config(groups.block_m, terms, x.element_size(), capability)
-    tiles = -(-n // chosen.block_n)
-    programs = chosen.per_sm * num_sms
-    width, splits = split(k, groups.num_groups * tiles, chosen.block_k, programs)
-    partials = None
-    if splits > 1:
-        size = groups.num_groups * tiles * splits * chosen.block_n * groups.block_m
-        partials = torch.empty(size, dtype=torch.float32, device=x.device)
-    values = data.view(x.dtype)
-    low = low_rank_product(x, values, table, groups, rank=rank) if rank else None
     # Triton launches on the current device.
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-        delta_linear_kernel[groups.num_groups, tiles, splits](
-            x, weight, bias, y,
-            data.view(torch.int32), data.view(torch.float32), values, table, low,
-            groups.order, groups.variants, groups.starts, groups.members,
-            partials, groups.locks if splits > 1 else None,
-            n, k, x.stride(0), 0 if weight is None else weight.stride(0), y.stride(0), width,
-            table.shape[0], planes, groups.variants_per_group, rank, _MINUS_ONE[x.dtype],
-            TERMS=terms, BLOCK_M=groups.block_m, BLOCK_N=chosen.block_n, BLOCK_K=chosen.block_k,
-            IS_EVEN_K=k % chosen.block_k == 0, SPLIT_K=splits > 1, HAS_BASE=weight is not None,
-            HAS_BIAS=bias is not None, HAS_COLUMNS=has_columns and planes > 0,
-            HAS_LOW_RANK=rank > 0, num_warps=chosen.num_warps, num_stages=chosen.num_stages,
-        )  # fmt: skip
+        _launch(x, weight, bias, y, data, table, groups, planes, has_columns, rank)
     return y
+
+
+def _launch(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, data: Tensor, table: Tensor,
+    groups: Groups, planes: int, has_columns: bool, rank: int,
+) -> None:  # fmt: skip
+    """Choose a tile shape, split K, make room for the splits' sums, launch."""
+    (n, k), num_groups = (y.shape[1], x.shape[1]), groups.num_groups
+    num_sms, capability = chip(x.device)
+    terms = bucket(groups.variants_per_group * planes)
+    chosen = config(groups.block_m, terms, x.element_size(), capability)
+    tiles = -(-n // chosen.block_n)
+    width, splits = split(k, num_groups * tiles, chosen.block_k, chosen.per_sm * num_sms)
+    partials = locks = None
+    if splits > 1:
+        size = num_groups * tiles * splits * chosen.block_n * groups.block_m
+        partials = torch.empty(size, dtype=torch.float32, device=x.device)
+        locks = groups.locks
+    values = data.view(x.dtype)
+    low = low_rank_product(x, values, table, groups, rank=rank) if rank else None
+    delta_linear_kernel[num_groups, tiles, splits](
+        x, weight, bias, y,
+        data.view(torch.int32), data.view(torch.float32), values, table, low,
+        groups.order, groups.variants, groups.starts, groups.members, partials, locks,
+        n, k, x.stride(0), 0 if weight is None else weight.stride(0), y.stride(0), width,
+        table.shape[0], planes, groups.variants_per_group, rank, _MINUS_ONE[x.dtype],
+        TERMS=terms, BLOCK_M=groups.block_m, BLOCK_N=chosen.block_n, BLOCK_K=chosen.block_k,
+        IS_EVEN_K=k % chosen.block_k == 0, SPLIT_K=splits > 1, HAS_BASE=weight is not None,
+        HAS_BIAS=bias is not None, HAS_COLUMNS=has_columns and planes > 0, HAS_LOW_RANK=rank > 0,
+        num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+    )  # fmt: skip
 
 
 def split(k: int, tiles: int, block_k: int, programs: int) -> tuple[int, int]:
@@ -136,8 +143,7 @@ def static_case(
     """What a launch compiles for tensors as a Llama has them, for checks without a GPU.
 
     Returns:
-        the kernel, the type of each argument that is no constant, the constants, the arguments that
-        are multiples of 16, num_warps, num_stages.
+        the kernel, types of arguments, constants, names of multiples of 16, num_warps, num_stages.
     """
     if chosen is None:
         chosen = config(block_m, terms, dtype.itemsize, capability)
@@ -146,10 +152,8 @@ def static_case(
         "IS_EVEN_K": is_even_k, "SPLIT_K": is_split, "HAS_BASE": has_base, "HAS_BIAS": has_bias,
         "HAS_COLUMNS": has_columns, "HAS_LOW_RANK": has_low_rank,
     }  # fmt: skip
-    there = {
-        "w": has_base, "bias": has_bias, "low": has_low_rank, "partials": is_split,
-        "locks": is_split,
-    }  # fmt: skip
+    split = {"partials": is_split, "locks": is_split}
+    there = {"w": has_base, "bias": has_bias, "low": has_low_rank, **split}
     constants |= {name: None for name, is_there in there.items() if not is_there}
     own = dict.fromkeys(("x", "w", "bias", "y", "values"), _POINTER[dtype])
     floats = dict.fromkeys(("floats", "low", "partials"), "*fp32")

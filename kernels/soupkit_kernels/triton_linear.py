@@ -107,6 +107,63 @@ def open_terms(
 
 
 @triton.jit
+def multiply(
+    acc, sums, x_rows, w_rows, word_rows, limits, columns, m, count, K, split_width, flip,
+    TERMS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, IS_EVEN_K: tl.constexpr,
+    HAS_BASE: tl.constexpr, HAS_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The main loop: this split's products of weights and of each term's signs with the tokens."""
+    dtype: tl.constexpr = x_rows.dtype.element_ty
+    K_PER_WORD: tl.constexpr = 1 if dtype == tl.float32 else 2
+    k_of = tl.arange(0, BLOCK_K)
+    word_of = tl.arange(0, (BLOCK_K + 127) // 128 * 4)
+    column_of = tl.arange(0, BLOCK_K // K_PER_WORD)
+    k_first = tl.program_id(2) * split_width
+    for k in range(k_first, tl.minimum(K, k_first + split_width), BLOCK_K):
+        x_mask = (m < count)[None, :]
+        if not IS_EVEN_K:
+            x_mask = x_mask & (k + k_of < K)[:, None]
+        x_tile = tl.load(x_rows + (k + k_of)[:, None], mask=x_mask, other=0.0)
+        if HAS_BASE:
+            if IS_EVEN_K:
+                w_tile = tl.load(w_rows + (k + k_of)[None, :])
+            else:
+                w_mask = (k + k_of < K)[None, :]
+                w_tile = tl.load(w_rows + (k + k_of)[None, :], mask=w_mask, other=0.0)
+            acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
+        new = ()
+        for t in tl.static_range(TERMS):
+            k_block = k >> 7
+            word_mask = ((k_block + word_of // 4) * 128 < limits[t])[None, :]
+            tile = tl.load(word_rows[t] + (k_block * 4 + word_of)[None, :], mask=word_mask, other=0)
+            minus = flip
+            if HAS_COLUMNS:
+                column = columns[t] + k // K_PER_WORD + column_of
+                column_mask = k + column_of * K_PER_WORD < limits[t]
+                minus = tl.load(column, mask=column_mask, other=0)[None, :]
+            signs = make_signs(tile, k, minus, dtype, BLOCK_N, BLOCK_K)
+            new = new + (tl.dot(signs, x_tile, sums[t], input_precision="ieee"),)
+        sums = new
+    return acc, sums
+
+
+@triton.jit
+def add_terms(
+    acc, sums, floats, table, members, variant_of, n, N, slots, planes, variants_per_group,
+    TERMS: tl.constexpr,
+):  # fmt: skip
+    """acc [BLOCK_N, BLOCK_M] + row scale x sum of each term, for the tokens of its variant."""
+    for t in tl.static_range(TERMS):
+        variant, plane, used = find_term(t, table, members, slots, planes, variants_per_group)
+        start = tl.load(table + variant * _WIDTH + _SCALE, mask=used, other=0) // 4
+        scales = floats + start + plane.to(tl.int64) * N + n
+        scale = tl.load(scales, mask=n < tl.where(used, N, 0), other=0.0)
+        mine = variant_of == tl.where(used, variant, -2)
+        acc = tl.where(mine[None, :], acc + sums[t] * scale[:, None], acc)
+    return acc
+
+
+@triton.jit
 def add_low_rank(
     acc, low, values, table, members, token, variant_of, n, N, slots, variants_per_group, rank,
 ):  # fmt: skip
@@ -188,11 +245,9 @@ def delta_linear_kernel(
     row = tl.minimum(n, N - 1).to(tl.int64)
     m = tl.arange(0, BLOCK_M)
     token = tl.load(order + first + m, mask=m < count, other=0).to(tl.int64)
-    k_of = tl.arange(0, BLOCK_K)
-    word_of = tl.arange(0, (BLOCK_K + 127) // 128 * 4)
-    column_of = tl.arange(0, BLOCK_K // K_PER_WORD)
     row_words = tl.cdiv(K, 128) * 4
     x_rows = x + token[None, :] * stride_x
+    w_rows = None
     if HAS_BASE:
         w_rows = w + row[:, None] * stride_w
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -200,40 +255,15 @@ def delta_linear_kernel(
         words, table, members, row, N, K, row_words, slots, planes, variants_per_group,
         TERMS, BLOCK_M, BLOCK_N, K_PER_WORD,
     )  # fmt: skip
-    k_first = tl.program_id(2) * split_width
-    for k in range(k_first, tl.minimum(K, k_first + split_width), BLOCK_K):
-        x_mask = (m < count)[None, :]
-        if not IS_EVEN_K:
-            x_mask = x_mask & (k + k_of < K)[:, None]
-        x_tile = tl.load(x_rows + (k + k_of)[:, None], mask=x_mask, other=0.0)
-        if HAS_BASE:
-            if IS_EVEN_K:
-                w_tile = tl.load(w_rows + (k + k_of)[None, :])
-            else:
-                w_mask = (k + k_of < K)[None, :]
-                w_tile = tl.load(w_rows + (k + k_of)[None, :], mask=w_mask, other=0.0)
-            acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
-        new = ()
-        for t in tl.static_range(TERMS):
-            k_block = k >> 7
-            word_mask = ((k_block + word_of // 4) * 128 < limits[t])[None, :]
-            tile = tl.load(word_rows[t] + (k_block * 4 + word_of)[None, :], mask=word_mask, other=0)
-            minus = flip
-            if HAS_COLUMNS:
-                column = columns[t] + k // K_PER_WORD + column_of
-                column_mask = k + column_of * K_PER_WORD < limits[t]
-                minus = tl.load(column, mask=column_mask, other=0)[None, :]
-            signs = make_signs(tile, k, minus, dtype, BLOCK_N, BLOCK_K)
-            new = new + (tl.dot(signs, x_tile, sums[t], input_precision="ieee"),)
-        sums = new
+    acc, sums = multiply(
+        acc, sums, x_rows, w_rows, word_rows, limits, columns, m, count, K, split_width, flip,
+        TERMS, BLOCK_N, BLOCK_K, IS_EVEN_K, HAS_BASE, HAS_COLUMNS,
+    )  # fmt: skip
     variant_of = tl.load(variants + first + m, mask=m < count, other=-1)
-    for t in tl.static_range(TERMS):
-        variant, plane, used = find_term(t, table, members, slots, planes, variants_per_group)
-        start = tl.load(table + variant * _WIDTH + _SCALE, mask=used, other=0) // 4
-        scales = floats + start + plane.to(tl.int64) * N + n
-        scale = tl.load(scales, mask=n < tl.where(used, N, 0), other=0.0)
-        mine = variant_of == tl.where(used, variant, -2)
-        acc = tl.where(mine[None, :], acc + sums[t] * scale[:, None], acc)
+    acc = add_terms(
+        acc, sums, floats, table, members, variant_of, n, N, slots, planes, variants_per_group,
+        TERMS,
+    )  # fmt: skip
     if SPLIT_K:
         cell = group * tl.num_programs(1) + tl.program_id(1)
         place = cell.to(tl.int64) * tl.num_programs(2) * (BLOCK_N * BLOCK_M)
