@@ -48,13 +48,14 @@ def linear(
     """x times the effective weight of each token's variant, for the tokens of the groups.
 
     Args:
-        weight: None: x D_v^T (and bias) is added to y.
+        weight: None: x D_v^T is added to y; there is no bias then.
         planes, has_columns, rank: of the arena.
         y: rows contiguous, written in place; by default a new tensor. Only rows of tokens of the
             groups are written.
     Returns:
         y. A token whose variant has no slot gets NaN.
     """
+    assert weight is not None or bias is None
     if y is None:
         assert weight is not None, "without a weight the product is added to y: give y"
         y = x.new_empty(x.shape[0], weight.shape[0])
