@@ -141,12 +141,8 @@ def test_a_kernel_without_registers_is_seen_to_spill(figures: dict[str, Figures]
     assert {"spills", "stack"} <= {check.name for check in figures["starved"].missed}
 
 
-# Instances that do not fit a chip, so that a launch raises: shared memory of 99 KiB (tiles of 128
-# tokens), tensor memory of 512 columns.
-TOO_LARGE = {
-    *(Case(128, 1, sm=sm, is_split=False) for sm in (89, 120)),
-    *(Case(block_m, terms, sm=100) for block_m, terms in ((16, 8), (64, 4))),
-}
+# Elsewhere than on an H100 ptxas may leave registers unused and yet spill a few words.
+FEW_BYTES = 40
 
 
 def elsewhere() -> list[Case | WeightsCase]:
@@ -172,23 +168,15 @@ def test_every_bucket_of_an_h100(old: bool, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("old", [False, True], ids=["newest", "oldest"])
 def test_every_bucket_elsewhere(old: bool, tmp_path: Path) -> None:
-    """All compile. Only instances of few sums must not spill: the table is an H100's."""
-    cases = elsewhere()
-    found = compile_all(cases, tmp_path, old=old)
+    found = compile_all(elsewhere(), tmp_path, old=old)
     kernel_static.show(found)
-    small = {case.name for case in cases if isinstance(case, WeightsCase) or is_small(case)}
-    missed = missed_of(found)
-    assert {name: missed[name] for name in small & set(missed)} == {}
-    unfit = {
-        name
-        for name, checks in missed.items()
-        if {check.name for check in checks} - {"spills", "stack"}
+    missed = {
+        name: [
+            one for one in checks if one.name not in ("spills", "stack") or one.value > FEW_BYTES
+        ]
+        for name, checks in missed_of(found).items()
     }
-    assert unfit == {case.name for case in TOO_LARGE}
-
-
-def is_small(case: Case) -> bool:
-    return case.block_m == 16 and case.terms <= 4 and case.dtype != "fp32"
+    assert {name: checks for name, checks in missed.items() if checks} == {}
 
 
 @needs_triton

@@ -154,6 +154,7 @@ def compile_case(case: Case, *, max_registers: int | None = None) -> tuple[Code,
         has_base=case.has_base,
         has_columns=case.has_columns,
         has_low_rank=case.has_low_rank,
+        capability=case.sm,
     )
     if not case.is_aligned:
         aligned = [name for name in aligned if signature[name].startswith("*")]

@@ -281,7 +281,7 @@ def main_loop(program: Sequence[Instruction | str]) -> tuple[Instruction, ...]:
             bodies.append(tuple(body))
     bodies.sort(key=len)
     with_matrices = [body for body in bodies if any(map(is_tensor_core, body))]
-    with_floats = [body for body in bodies if any(one.name == "FFMA" for one in body)]
+    with_floats = [body for body in bodies if any(one.name in ("FFMA", "FFMA2") for one in body)]
     return next(iter(with_matrices or with_floats), ())
 
 
