@@ -73,7 +73,7 @@ _HOPPER = 90
 # Most terms of a group, by its most tokens.
 MAX_TERMS = {16: 8, 32: 4, 64: 4, 128: 1}
 MAX_PLANES = 4
-# Steps of more tokens have tiles: groups of one variant.
+# Groups of more tokens are tiles of one variant, whose K is seldom split.
 DECODE_TOKENS = 64
 
 
@@ -94,7 +94,7 @@ def config(block_m: int, terms: int, element_size: int, capability: int = _HOPPE
 
 
 def shape(num_tokens: int, num_variants: int, planes: int) -> tuple[int, int]:
-    """How to cut a step into groups.
+    """How to cut a step into groups: as its groups together cost least, by a model.
 
     Args:
         num_tokens: T of the step.
@@ -108,7 +108,36 @@ def shape(num_tokens: int, num_variants: int, planes: int) -> tuple[int, int]:
     if planes > MAX_PLANES:
         raise ValueError(f"planes={planes}: the GPU kernel takes at most {MAX_PLANES}")
     planes = max(planes, 1)
-    if num_tokens > DECODE_TOKENS:
-        return (128 if planes == 1 else 64), 1
-    block_m = next(size for size in MAX_TERMS if num_tokens <= size)
-    return block_m, max(1, min(num_variants, MAX_TERMS[block_m] // planes))
+    choices = [
+        (block_m, min(width, max(num_variants, 1)))
+        for block_m, most in MAX_TERMS.items()
+        for width in (1, 2, 4, 8)
+        if width * planes <= most
+    ]
+
+    def cost(choice: tuple[int, int]) -> float:
+        block_m, width = choice
+        groups = most_groups(num_tokens, num_variants, *choice)
+        return groups * _group_cost(block_m, bucket(width * planes))
+
+    return min(choices, key=cost)
+
+
+def most_groups(num_tokens: int, num_variants: int, block_m: int, width: int) -> int:
+    """Upper bound of the groups of tokens that are sorted by variant.
+
+    Each block of `width` variants is cut into runs of block_m tokens, the last of them shorter.
+    """
+    blocks = max(1, -(-num_variants // width))
+    return (num_tokens + blocks * (block_m - 1)) // block_m
+
+
+def _group_cost(block_m: int, terms: int) -> float:
+    """What a group costs per weight, in bytes from L2: the dearest of three (an H100's rates).
+
+    Bytes of weights, signs and tokens; tensor operations, 180 of which take as long as a byte; and
+    instructions, about 5 a byte, of which a weight and term take what the table above says.
+    """
+    block_n = _TABLE[block_m, terms, 2].block_n
+    loads = 2 + terms / 8 + 2 * block_m / block_n
+    return max(loads, 2 * block_m * (1 + terms) / 180, (2 + 1.45 * terms) / 5)

@@ -147,6 +147,8 @@ def _host_plan(
 ) -> Plan:
     """The plan of variants [T] on the host."""
     long = [v for v, n in counts.items() if n >= (LONG_BASE_TOKENS if v < 0 else LONG_TOKENS)]
+    if counts.keys() == {-1}:
+        long = [-1]
     groups = None
     if len(long) < len(counts):
         in_groups = torch.ones_like(flat, dtype=torch.bool)
@@ -173,9 +175,7 @@ def groups_of(index: Tensor, *, num_variants: int, planes: int) -> Groups:
     """
     count, device = index.numel(), index.device
     block_m, width = configs.shape(count, num_variants, planes)
-    blocks = max(1, -(-num_variants // width))
-    # Each block of `width` variants is cut into runs of block_m tokens, the last of them shorter.
-    num_groups = (count + blocks * (block_m - 1)) // block_m if count else 0
+    num_groups = configs.most_groups(count, num_variants, block_m, width) if count else 0
     variants, order = torch.sort(index, stable=True)
     at = torch.arange(count, device=device)
     before = torch.cat((variants.new_full((min(count, 1),), -1), variants[:-1]))
