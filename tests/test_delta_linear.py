@@ -21,7 +21,7 @@ from soupkit_kernels import (
     delta_linear,
     naive,
     pack,
-    plan,
+    plan_of,
     torch_path,
 )
 
@@ -75,7 +75,7 @@ class Case:
 def through_torch(
     x: Tensor, weight: Tensor, arena: DeltaArena, index: Tensor, bias: Tensor | None
 ) -> Tensor:
-    step = plan(index, slots=arena.slots, planes=arena.planes)
+    step = plan_of(index, slots=arena.slots, planes=arena.planes)
     y = torch_path.linear(x.reshape(-1, x.shape[-1]), weight, bias, arena, step)
     return y.reshape(*x.shape[:-1], -1)
 
@@ -314,7 +314,7 @@ def test_the_delta_alone_is_added_in_place(
     found = y.clone()
     arena = case.arena
     if is_torch:
-        torch_path.add(found, x, arena, plan(index, slots=arena.slots, planes=arena.planes))
+        torch_path.add(found, x, arena, plan_of(index, slots=arena.slots, planes=arena.planes))
     else:
         assert add_delta_(found, x, arena, index) is found
     # The sum is rounded once; the products of signs may be bfloat16 (torch) before the scale.
@@ -381,7 +381,7 @@ def test_a_slot_that_is_overwritten_keeps_nothing_of_the_old_variant() -> None:
 def test_one_plan_serves_all_layers() -> None:
     """Layers of other sizes, fewer planes and more slots than the plan."""
     index = torch.tensor([0, 1, -1, 1, 0, 2])
-    step = plan(index, slots=3, planes=3)
+    step = plan_of(index, slots=3, planes=3)
     for shape, encodings in [
         ((8, 16), (SIGNS, TWO, None)),
         ((16, 24), ((3, True, 1, False), None, SIGNS, SIGNS)),
@@ -399,9 +399,9 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
     x, index = case.tokens(6)
     arena = case.arena
     for step, message in (
-        (plan(index, slots=3, planes=2), "3 slots"),
-        (plan(index, slots=2, planes=1), "1 planes"),
-        (plan(index[:4], slots=2, planes=2), "4 tokens"),
+        (plan_of(index, slots=3, planes=2), "3 slots"),
+        (plan_of(index, slots=2, planes=1), "1 planes"),
+        (plan_of(index[:4], slots=2, planes=2), "4 tokens"),
     ):
         with pytest.raises(ValueError, match=message):
             delta_linear(x, case.weight, arena, step)
@@ -513,7 +513,7 @@ def test_a_compiled_module_gives_the_same(dtype: torch.dtype) -> None:
     for count in (7, 40, 12):
         generator = torch.Generator().manual_seed(count)
         ids = torch.randint(0, 30, (count,), generator=generator)
-        step = plan(torch.randint(-1, 3, (count,), generator=generator), slots=3, planes=2)
+        step = plan_of(torch.randint(-1, 3, (count,), generator=generator), slots=3, planes=2)
         with torch.no_grad():
             before = compiled(ids, step)
             assert torch.equal(before, module(ids, step))
@@ -533,7 +533,7 @@ def test_the_operators_keep_torch_s_rules() -> None:
     case = Case(6, 20, torch.float32, (SIGNS, (1, True, 1, False)))
     x, index = case.tokens(5)
     arena = case.arena
-    rest = op._operands(arena, plan(index, slots=2, planes=arena.planes))
+    rest = op._operands(arena, plan_of(index, slots=2, planes=arena.planes))
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(
         torch.ops.soupkit.delta_linear.default, (x, case.weight, case.bias, *rest),

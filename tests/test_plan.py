@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from soupkit_kernels import configs, plan
+from soupkit_kernels import configs, plan_of
 from soupkit_kernels.plan import (
     LONG_BASE_TOKENS,
     LONG_TOKENS,
@@ -60,7 +60,7 @@ def rows_of(step: Plan) -> list[int]:
 @given(indices, st.integers(0, 4))
 def test_groups_hold_every_token_once(variants: list[int], planes: int) -> None:
     index = torch.tensor(variants, dtype=torch.int64)
-    step = plan(index, slots=SLOTS, planes=planes, is_lane=True)
+    step = plan_of(index, slots=SLOTS, planes=planes, is_lane=True)
     assert step.counts == {v: variants.count(v) for v in sorted(set(variants))}
     assert rows_of(step) == list(range(len(variants)))
     if step.groups is not None:
@@ -75,7 +75,7 @@ def test_long_runs_go_another_way(parts: list[tuple[int, int]], random: object) 
     variants = [v for v, count in parts for _ in range(count)]
     random.shuffle(variants)  # type: ignore[attr-defined]
     index = torch.tensor(variants, dtype=torch.int64)
-    step = plan(index, slots=4, is_lane=True)
+    step = plan_of(index, slots=4, is_lane=True)
     assert rows_of(step) == list(range(len(variants)))
     counts = {v: variants.count(v) for v in set(variants)}
     expected = {v for v, n in counts.items() if n >= (LONG_BASE_TOKENS if v < 0 else LONG_TOKENS)}
@@ -102,7 +102,7 @@ def test_on_the_device_the_groups_are_the_same_but_for_their_bound(
     index = torch.tensor(variants, dtype=torch.int64)
     blind = groups_of(index, num_variants=min(index.numel(), SLOTS + 1), planes=planes)
     check_groups(blind, index, list(range(len(variants))))
-    on_host = plan(index, slots=SLOTS, planes=planes, is_lane=True)
+    on_host = plan_of(index, slots=SLOTS, planes=planes, is_lane=True)
     if on_host.groups is None or on_host.long:
         return
     distinct = len(set(variants) - {-1})
@@ -134,23 +134,23 @@ def test_shapes_on_the_device_follow_from_the_number_of_tokens(
 def test_int32_any_shape_and_no_tokens() -> None:
     index = torch.tensor([[0, 2], [-1, 1]])
     for is_lane in (False, True):
-        wide = plan(index, slots=3, is_lane=is_lane)
-        narrow = plan(index.int(), slots=3, is_lane=is_lane)
+        wide = plan_of(index, slots=3, is_lane=is_lane)
+        narrow = plan_of(index.int(), slots=3, is_lane=is_lane)
         assert wide.num_tokens == 4
         assert torch.equal(wide.index, narrow.index)
         assert wide.index.tolist() == [0, 2, -1, 1]
         assert wide.index.dtype == (torch.int32 if is_lane else torch.int64)
-        assert plan(index[:0], slots=3, is_lane=is_lane).num_tokens == 0
-    assert plan(index, slots=3).groups is None
-    assert plan(index, slots=3).tokens_by_variant() == {-1: 1, 0: 1, 1: 1, 2: 1}
+        assert plan_of(index[:0], slots=3, is_lane=is_lane).num_tokens == 0
+    assert plan_of(index, slots=3).groups is None
+    assert plan_of(index, slots=3).tokens_by_variant() == {-1: 1, 0: 1, 1: 1, 2: 1}
 
 
 def test_what_cannot_be_is_refused() -> None:
     index = torch.tensor([0, 2, -1])
     for bad, message in ((index + 1, "from 0 to 3"), (index - 1, "from -2 to 1")):
         with pytest.raises(ValueError, match=rf"{message}: must be in -1\.\.2"):
-            plan(bad, slots=3)
+            plan_of(bad, slots=3)
     with pytest.raises(ValueError, match=r"torch\.float32: needs int32 or int64"):
-        plan(index.float(), slots=3)
+        plan_of(index.float(), slots=3)
     with pytest.raises(ValueError, match="planes=5: the GPU kernel takes at most 4"):
-        plan(index, slots=3, planes=5, is_lane=True)
+        plan_of(index, slots=3, planes=5, is_lane=True)

@@ -173,13 +173,13 @@ def test_one_plan_serves_all_layers_of_a_batch(
 ) -> None:
     bank, made = bank_of(served), []
     slots = [-1, *load_all(bank, root).values()]
-    plan = patches.plan
+    plan_of = patches.plan_of
 
     def counted(*args: Any, **rest: Any) -> Any:
         made.append(args)
-        return plan(*args, **rest)
+        return plan_of(*args, **rest)
 
-    monkeypatch.setattr(patches, "plan", counted)
+    monkeypatch.setattr(patches, "plan_of", counted)
     tokens = [slots[at % len(slots)] for at in range(17)]
     bank.set_batch(tokens, tokens)
     served(input_ids=torch.randint(5, 200, (1, 17)))

@@ -1,7 +1,6 @@
 """The public layers through the Triton path: groups, long runs, a plan that the device makes."""
 
 import dataclasses
-import sys
 
 import pytest
 
@@ -19,7 +18,7 @@ from soupkit_kernels import (
     delta_embedding,
     delta_linear,
     path_name,
-    plan,
+    plan_of,
 )
 from soupkit_kernels.arena import DeltaArena
 from soupkit_kernels.plan import Plan, device_plan
@@ -77,15 +76,14 @@ def test_every_encoding_in_one_batch(lead: tuple[int, ...], dtype: torch.dtype) 
 def test_many_tokens_of_a_variant_take_its_effective_weight(
     monkeypatch: pytest.MonkeyPatch, is_whole: bool
 ) -> None:
-    module = sys.modules["soupkit_kernels.plan"]
-    monkeypatch.setattr(module, "LONG_TOKENS", 6)
-    monkeypatch.setattr(module, "LONG_BASE_TOKENS", 4)
+    monkeypatch.setattr("soupkit_kernels.plan.LONG_TOKENS", 6)
+    monkeypatch.setattr("soupkit_kernels.plan.LONG_BASE_TOKENS", 4)
     weight, deltas, arena, bias = layer(torch.float32)
     slots = len(deltas)
     for variant in (-1, *range(slots)) if is_whole else (-1, 2, 8):
         index = torch.tensor([variant] * 6 + ([] if is_whole else [-1, 4, 1, 4]))
         x, _ = tokens(torch.float32, len(index), slots=slots)
-        step = plan(index, slots=slots, planes=arena.planes, device=DEVICE, is_lane=True)
+        step = plan_of(index, slots=slots, planes=arena.planes, device=DEVICE, is_lane=True)
         assert variant in [part.variant for part in step.long]
         assert (step.groups is None) == is_whole
         y = delta_linear(x.to(DEVICE), weight.to(DEVICE), arena, step, bias.to(DEVICE))
@@ -94,7 +92,7 @@ def test_many_tokens_of_a_variant_take_its_effective_weight(
         add_delta_(y, x.to(DEVICE), arena, step)
         nothing = torch.zeros_like(weight)
         assert_close(y, reference(x, nothing, deltas, index) + 1, torch.float32)
-    step = plan(torch.tensor([1] * 6), slots=slots, planes=arena.planes, is_lane=True)
+    step = plan_of(torch.tensor([1] * 6), slots=slots, planes=arena.planes, is_lane=True)
     turned = weight.T.contiguous().T
     x, _ = tokens(torch.float32, 6, slots=slots)
     assert_close(
@@ -134,7 +132,7 @@ def test_a_plan_made_on_the_device_gives_the_same_rows() -> None:
         x.to(DEVICE),
         weight.to(DEVICE),
         arena,
-        plan(index, slots=arena.slots, planes=arena.planes, device=DEVICE, is_lane=True),
+        plan_of(index, slots=arena.slots, planes=arena.planes, device=DEVICE, is_lane=True),
     )
 
     def on_device(index: Tensor) -> Plan:
@@ -156,7 +154,7 @@ def test_another_variant_in_a_slot_changes_no_shape_and_leaves_nothing_behind() 
     weight, deltas, arena, _ = layer(torch.float32)
     x, _ = tokens(torch.float32, 3, slots=1)
     index = torch.tensor([7, 8, 8])
-    step = plan(index, slots=arena.slots, planes=arena.planes, device=DEVICE, is_lane=True)
+    step = plan_of(index, slots=arena.slots, planes=arena.planes, device=DEVICE, is_lane=True)
     address = arena.data.data_ptr(), arena.table.data_ptr()
     for held in (deltas[0], deltas[4], None, deltas[5]):
         if held is None:

@@ -8,7 +8,7 @@ from soupkit_kernels.arena import DeltaArena, arena_of
 from soupkit_kernels.bitpack import pack, packed_width, unpack
 from soupkit_kernels.delta import Delta
 from soupkit_kernels.op import add_delta_, delta_embedding, delta_linear, path_name
-from soupkit_kernels.plan import Plan, plan
+from soupkit_kernels.plan import Plan, plan_of
 
 __all__ = [
     "Delta",
@@ -21,6 +21,6 @@ __all__ = [
     "pack",
     "packed_width",
     "path_name",
-    "plan",
+    "plan_of",
     "unpack",
 ]

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from soupkit_kernels import triton_support
 from soupkit_kernels.bitpack import packed_width
 from soupkit_kernels.delta import Delta
 from soupkit_kernels.lane import BLOCK_SIGNS, from_lane, lane_words, to_lane
@@ -297,14 +298,11 @@ def slot_bytes_for(
 ) -> int:
     """Bytes that a delta takes in a slot of an arena of that kind."""
     rows, columns, planes = delta.out_features, delta.in_features, delta.planes
-    if is_lane:
-        sizes = [planes * rows * 4 * lane_words(columns), planes * rows * 4]
-        if has_columns or delta.column_scale is not None:
-            sizes.append(planes * BLOCK_SIGNS * -(-columns // BLOCK_SIGNS) * dtype.itemsize)
-    else:
-        sizes = [planes * rows * packed_width(columns), planes * rows * 4]
-        if delta.column_scale is not None:
-            sizes.append(planes * columns * 4)
+    sizes = [planes * rows * (4 * lane_words(columns) if is_lane else packed_width(columns))]
+    sizes.append(planes * rows * 4)
+    if delta.column_scale is not None or (is_lane and has_columns):
+        whole_blocks = BLOCK_SIGNS * -(-columns // BLOCK_SIGNS)
+        sizes.append(planes * (whole_blocks * dtype.itemsize if is_lane else columns * 4))
     sizes += [delta.rank * columns * dtype.itemsize, delta.rank * rows * dtype.itemsize]
     return sum(map(_aligned, sizes))
 
@@ -321,15 +319,16 @@ def arena_of(
     Args:
         deltas: of one layer, at least one; None leaves a slot empty.
         dtype, device: of the layer's weight.
-        is_lane: LANE order; None: on a GPU only.
+        is_lane: LANE order; None: where the Triton kernels can take the layer.
     Raises:
         ValueError: no delta, or one of another shape.
     """
     there = [delta for delta in deltas if delta is not None]
     if not there:
         raise ValueError("no delta: the shape of the layer is unknown; make a DeltaArena")
+    planes = max(delta.planes for delta in there)
     if is_lane is None:
-        is_lane = torch.device(device).type == "cuda"
+        is_lane = triton_support.why_not(device, dtype, there[0].in_features, planes) is None
     has_columns = any(delta.column_scale is not None for delta in there)
     needed = max(
         slot_bytes_for(delta, dtype=dtype, is_lane=is_lane, has_columns=has_columns)
@@ -337,8 +336,8 @@ def arena_of(
     )
     arena = DeltaArena(
         there[0].out_features, there[0].in_features, slots=len(deltas), slot_bytes=needed,
-        planes=max(delta.planes for delta in there), has_columns=has_columns,
-        rank=max(delta.rank for delta in there), dtype=dtype, device=device, is_lane=is_lane,
+        planes=planes, has_columns=has_columns, rank=max(delta.rank for delta in there),
+        dtype=dtype, device=device, is_lane=is_lane,
     )  # fmt: skip
     for slot, delta in enumerate(deltas):
         if delta is not None:

@@ -138,6 +138,7 @@ def _group_cost(block_m: int, terms: int) -> float:
     Bytes of weights, signs and tokens; tensor operations, 180 of which take as long as a byte; and
     instructions, about 5 a byte, of which a weight and term take what the table above says.
     """
-    block_n = _TABLE[block_m, terms, 2].block_n
+    # Tiles of 128 rows where the sums take the registers of twice as many warps.
+    block_n = 64 if block_m * (1 + terms) < 256 else 128
     loads = 2 + terms / 8 + 2 * block_m / block_n
     return max(loads, 2 * block_m * (1 + terms) / 180, (2 + 1.45 * terms) / 5)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from soupkit_kernels import native, native_path, torch_path
+from soupkit_kernels import native, native_path, torch_path, triton_support
 from soupkit_kernels.arena import DeltaArena
-from soupkit_kernels.plan import Groups, Long, Plan, plan
+from soupkit_kernels.plan import Groups, Long, Plan, plan_of
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -34,7 +34,13 @@ def path_name(arena: DeltaArena, weight: Tensor | None = None) -> str:
     """
     if arena.is_lane:
         return "triton"
-    library = native.load() if arena.data.is_cpu else f"tensors on {arena.device}"
+    library: native.Library | str = "signs in the order of files, as it was asked for"
+    if arena.data.is_cpu:
+        library = native.load()
+    elif refusal := triton_support.why_not(
+        arena.device, arena.dtype, arena.in_features, arena.planes
+    ):
+        library = refusal
     reason = native_path.why_not(library, arena, weight)
     if reason is None and not isinstance(library, str):
         return f"native {library.isa_name(arena.dtype)}"
@@ -173,7 +179,7 @@ def _plan_for(variants: Tensor | Plan, lead: torch.Size, arena: DeltaArena) -> P
     if isinstance(variants, Tensor):
         if variants.shape != lead:
             raise ValueError(f"variants {tuple(variants.shape)}: needs {tuple(lead)}")
-        return plan(
+        return plan_of(
             variants, slots=arena.slots, planes=arena.planes, device=arena.device,
             is_lane=arena.is_lane,
         )  # fmt: skip

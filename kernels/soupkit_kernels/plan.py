@@ -102,7 +102,7 @@ class Plan:
         return _count(self.index, self.slots) if self.counts is None else self.counts
 
 
-def plan(
+def plan_of(
     variant_index: Tensor,
     *,
     slots: int,

@@ -25,7 +25,7 @@ from soupkit_kernels.arena import DeltaArena, arena_of
 from soupkit_kernels.bitpack import packed_width
 from soupkit_kernels.delta import Delta
 from soupkit_kernels.op import delta_linear, path_name
-from soupkit_kernels.plan import plan
+from soupkit_kernels.plan import plan_of
 
 ROTATED_BYTES = 160_000_000
 SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -103,7 +103,7 @@ def _row(layers: Layers, tokens: int, *, variants: int, quick: bool) -> Row:
     weights, arenas = layers.weights, layers.arenas
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(tokens, weights[0].shape[1], generator=generator).to(weights[0].dtype)
-    step = plan(torch.arange(tokens) % variants, slots=SLOTS)
+    step = plan_of(torch.arange(tokens) % variants, slots=SLOTS)
     candidates, baselines = _cycle(len(weights), len(weights) // 2), _cycle(len(weights), 0)
 
     def candidate() -> Tensor:

@@ -27,7 +27,7 @@ from soupkit_kernels.bitpack import packed_width
 from soupkit_kernels.delta import Delta
 from soupkit_kernels.lane import lane_words
 from soupkit_kernels.op import delta_linear, path_name
-from soupkit_kernels.plan import plan
+from soupkit_kernels.plan import plan_of
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Attention output, qkv, gate and up, down: of Llama 3 8B, then 70B.
@@ -173,7 +173,7 @@ def _rows(on: Gpu, layers: Layers, tokens: int, some_variants: Sequence[int]) ->
         if variants > tokens:
             continue
         index = torch.arange(tokens) % variants if variants else torch.full((tokens,), -1)
-        step = plan(index, slots=SLOTS, device=on.device)
+        step = plan_of(index, slots=SLOTS, device=on.device)
 
         def candidate(i: int, step=step) -> Tensor:  # type: ignore[no-untyped-def]
             return delta_linear(x, weights[i % len(weights)], arenas[i % len(weights)], step)

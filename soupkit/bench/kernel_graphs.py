@@ -16,9 +16,9 @@ from torch import Tensor
 
 from soupkit.bench.findings import Finding
 from soupkit.bench.kernel_cases import BF16, EMPTY, FP32, ONE, TWO, Case
-from soupkit.bench.kernel_results import Layer, call, compare, make, plan_of, reference, same_bits
+from soupkit.bench.kernel_results import Layer, call, compare, host_plan, make, reference, same_bits
 from soupkit_kernels.op import add_delta_, delta_embedding, delta_linear
-from soupkit_kernels.plan import plan
+from soupkit_kernels.plan import plan_of
 
 SIZES = (1, 5, 16, 64, 200)
 SLOTS = (ONE, TWO, EMPTY, ONE)
@@ -39,7 +39,7 @@ def check_streams(device: torch.device, *, out: int = 4096, width: int = 4096) -
     """Two streams at a time, with plans of their own; split sums must not meet."""
     case = Case(out, width, 8, SLOTS)
     layers = [make(case, device, seed) for seed in (4, 5)]
-    plans = [plan_of(one) for one in layers]
+    plans = [host_plan(one) for one in layers]
     alone = [call(case, one, step) for one, step in zip(layers, plans, strict=True)]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in layers]  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ def check_compile(device: torch.device, *, out: int = 1024, width: int = 2048) -
         case = Case(out, width, tokens, SLOTS, dtype=dtype)
         layer = make(case, device, 6)
         ids = torch.arange(tokens, device=device) * 5 % out
-        step = plan_of(layer)
+        step = host_plan(layer)
 
         def model(x: Tensor, layer: Layer = layer, ids=ids, step=step) -> Tensor:  # type: ignore[no-untyped-def]
             x = x * 2 + delta_embedding(ids, layer.weight, layer.arena, step)
@@ -91,7 +91,7 @@ def _plan_inside(case: Case, layers: list[Layer]) -> str:
     planes = max(one.arena.planes for one in layers)
 
     def run() -> list[Tensor]:
-        there = plan(index, slots=slots, planes=planes, is_lane=layers[0].arena.is_lane)
+        there = plan_of(index, slots=slots, planes=planes, is_lane=layers[0].arena.is_lane)
         return [call(case, one, there) for one in layers]
 
     graph, outputs = _captured(run)
@@ -114,7 +114,7 @@ def _plan_inside(case: Case, layers: list[Layer]) -> str:
 
 def _plan_outside(case: Case, layer: Layer) -> str:
     """Capture a layer with the host's plan; replay with its slots changed."""
-    step = plan_of(layer)
+    step = host_plan(layer)
     graph, outputs = _captured(lambda: [call(case, layer, step)])
     for turn in range(3):
         if turn:

@@ -25,7 +25,7 @@ from soupkit_kernels.arena import DeltaArena, arena_of
 from soupkit_kernels.bitpack import packed_width
 from soupkit_kernels.delta import Delta
 from soupkit_kernels.op import add_delta_, delta_embedding, delta_linear, path_name
-from soupkit_kernels.plan import Plan, plan
+from soupkit_kernels.plan import Plan, plan_of
 
 # float32: the order of sums.
 EPS = {BF16: 2.0**-8, FP16: 2.0**-10, FP32: 2.0**-18}
@@ -112,7 +112,7 @@ def check(case: Case, layer: Layer) -> Finding:
     path = path_name(layer.arena, layer.weight)
     if (path == "triton") != case.is_lane:
         return Finding(case.name, "FAILED", f"took the path {path!r}")
-    step = plan_of(layer)
+    step = host_plan(layer)
     want = reference(case, layer, layer.index)
     runs = []
     for _ in range(3):
@@ -136,10 +136,10 @@ def check(case: Case, layer: Layer) -> Finding:
     return Finding(case.name, "ok", "" if case.is_lane else path)
 
 
-def plan_of(layer: Layer) -> Plan:
+def host_plan(layer: Layer) -> Plan:
     """The host's plan of a case's batch."""
     arena = layer.arena
-    return plan(
+    return plan_of(
         layer.index, slots=arena.slots, planes=arena.planes, device=arena.device,
         is_lane=arena.is_lane,
     )  # fmt: skip

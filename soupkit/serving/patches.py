@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from soupkit.config import MAX_PLANES
 from soupkit.errors import ServingError
-from soupkit_kernels import Delta, DeltaArena, Plan, delta_embedding, delta_linear, plan
+from soupkit_kernels import Delta, DeltaArena, Plan, delta_embedding, delta_linear, plan_of
+from soupkit_kernels.triton_support import why_not
 
 BASE_SLOT = -1
 
@@ -47,12 +49,13 @@ class Rows:
         One serves all layers of the batch. The arena lives until the next batch.
         """
         self._arenas.add(arena)
-        key = () if lead.numel() == len(self) else (axis, *lead)
+        # On a GPU some layers may not be able to take the Triton kernels.
+        key = (arena.is_lane, *(() if lead.numel() == len(self) else (axis, *lead)))
         found = self._plans.get(key)
         if found is None or found.planes < arena.planes:
             self._planes = max(self._planes, arena.planes)
-            found = self._plans[key] = plan(
-                self._slots if not key else spread(self._slots, lead, axis),
+            found = self._plans[key] = plan_of(
+                self._slots if len(key) == 1 else spread(self._slots, lead, axis),
                 slots=self._num_slots,
                 planes=self._planes,
                 device=self._device,
@@ -193,10 +196,12 @@ class DeltaPatch(Patch):
         """Make sure of an arena of so many slots that takes a delta such as `like`, if any."""
         arena, weight = self.arena, self.module.weight
         if arena is None and like is not None:
+            # More planes may come later: as many as a bundle can have.
+            refusal = why_not(weight.device, weight.dtype, like.in_features, MAX_PLANES)
             nothing = DeltaArena(
                 like.out_features, like.in_features, slots=0, slot_bytes=0, planes=0,
                 has_columns=False, rank=0, dtype=weight.dtype, device=weight.device,
-                is_lane=weight.device.type == "cuda",
+                is_lane=refusal is None,
             )  # fmt: skip
             larger = nothing.grown(slots=slots, like=like)
         elif arena is not None and (
