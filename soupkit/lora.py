@@ -15,7 +15,7 @@ from torch import Tensor
 
 from soupkit.config import check_count, check_share
 from soupkit.numeric import full_precision, squared_norm
-from soupkit.svd import singular_values, truncated_svd
+from soupkit.svd import TruncatedSVD, singular_values, truncated_svd
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +50,14 @@ def numerical_rank(delta: Tensor, *, tolerance: float | None = None) -> int:
     return int((values > limit * values[0]).sum())
 
 
+def balanced(cut: TruncatedSVD) -> Factors:
+    """The truncation as factors, sqrt(S) on both sides; a singular value of 0 gives zeros."""
+    root = cut.singular_values.sqrt().to(cut.left.dtype)
+    # Its column of left is zero; dividing by 1 keeps it so.
+    inverse = torch.where(root > 0, root, torch.ones_like(root)).reciprocal()
+    return Factors(a=cut.right * root.unsqueeze(1), b=cut.left * inverse)
+
+
 def factor(
     delta: Tensor, *, rank: int | None = None, tolerance: float | None = None, seed: int = 0
 ) -> tuple[Factors, float]:
@@ -72,11 +80,7 @@ def factor(
     if tolerance is not None:
         check_share("tolerance", tolerance, one_allowed=False)
     kept = numerical_rank(delta, tolerance=tolerance) if rank is None else rank
-    cut = truncated_svd(delta, rank=kept, seed=seed)
-    root = cut.singular_values.sqrt().to(cut.left.dtype)
-    # A zero singular value has a zero column in left; dividing by 1 keeps it so.
-    inverse = torch.where(root > 0, root, torch.ones_like(root)).reciprocal()
-    factors = Factors(a=cut.right * root.unsqueeze(1), b=cut.left * inverse)
+    factors = balanced(truncated_svd(delta, rank=kept, seed=seed))
     total = squared_norm(delta)
     lost = squared_norm(delta.float() - factors.matrix()) / total if total else 0.0
     return factors, lost

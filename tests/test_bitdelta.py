@@ -242,7 +242,7 @@ def test_blocks_of_rows_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     for scale in ("row", "matrix"):
         whole = encode(delta, scale=scale, planes=3)
         energy = residual_energy(delta, whole)
-        monkeypatch.setattr("soupkit.bitdelta._BLOCK_ENTRIES", 2 * 37)
+        monkeypatch.setattr("soupkit.signs._BLOCK_ENTRIES", 2 * 37)
         parts = encode(delta, scale=scale, planes=3)
         assert torch.equal(parts.signs, whole.signs)
         torch.testing.assert_close(parts.scale, whole.scale, rtol=1e-6, atol=0.0)
