@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from soupkit.signs import Read, SignScale, row_blocks, split_columns
+from soupkit.forms import SignScale
+from soupkit.signs import Read, row_blocks, split_columns
 from soupkit_kernels import Delta
 from soupkit_kernels.bitpack import pack
 
@@ -158,7 +159,7 @@ def _normal(read: Read, shape: tuple[int, int], codes: _Codes, scale: SignScale)
         block = read(rows)
         signs = codes.signs(block)
         total = block.sum(dim=axes, dtype=torch.float64)
-        length = block.numel() // groups
+        length = block.numel() // max(1, groups)
         for p, sign in enumerate(signs):
             # sum of s d: twice that over the +, less that over all
             moments[p] += 2 * (block * sign).sum(dim=axes, dtype=torch.float64) - total
