@@ -20,10 +20,11 @@ from soupkit.checkpoint import Checkpoint
 from soupkit.config import DEFAULT_RANK, check_count
 from soupkit.delta import TensorSource, layout, subtract
 from soupkit.errors import CheckpointError
-from soupkit.export import Progress, naming_the_culprit, pair_names
+from soupkit.export import Progress
 from soupkit.files import atomic_folder, atomic_write_json
 from soupkit.lora import Factors, factor
 from soupkit.numeric import squared_norm
+from soupkit.pairs import naming_the_culprit, pair_names
 from soupkit.shards import SpooledFile
 
 # Relative energy below which a float32 factorisation is as good as the delta itself.

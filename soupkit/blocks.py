@@ -1,26 +1,28 @@
 """Encoding the difference of two tensors in blocks of rows, so that memory does not grow with a
 matrix.
 
-What soupkit.bitdelta does to a delta in memory, done to a pair of (mapped) tensors. Row scales are
-the same to the bit; a matrix scale over several blocks is the float64 mean of theirs and takes a
-pass for each plane. No files here.
+What soupkit.encoding does to a delta, done to a pair of (mapped) tensors: only a low-rank part has
+the whole delta in memory. Experts lie below each other in one matrix; only "matrix" scales are one
+for each. No files here.
 """
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from soupkit.bitdelta import SignDelta, decode, encode
-from soupkit.config import Scale
 from soupkit.delta import layout, subtract
-from soupkit.manifest import matrix_shape
+from soupkit.encoding import decode_rows, encode_blocks
+from soupkit.forms import Encoding
+from soupkit.manifest import factor_dtype, matrix_shape
 from soupkit.numeric import squared_norm
+from soupkit_kernels import Delta
 
-# Entries of a block of rows: its float32 copies (16 MB each) are the largest temporaries of an
-# export, a plain mean or a restore. Any size from 2^17 to 2^24 took the same CPU time (SmolLM2-135M
-# shapes, one thread of a 2-core AMD EPYC, 0.60 to 0.72 s an export).
+# Entries of a block of rows: its float32 copies (16 MB each) are the largest temporaries of a plain
+# mean or a restore. Any size from 2^17 to 2^24 took the same CPU time (SmolLM2-135M shapes, one
+# thread of a 2-core AMD EPYC, 0.60 to 0.72 s an export).
 BLOCK_ENTRIES = 2**22
 
 
@@ -35,97 +37,103 @@ def row_blocks(shape: tuple[int, ...]) -> Iterator[slice]:
 
 
 def encode_pair(
-    name: str, ours: Tensor, theirs: Tensor, *, scale: Scale, planes: int
-) -> tuple[SignDelta, float, float]:
+    name: str, ours: Tensor, theirs: Tensor, encoding: Encoding
+) -> tuple[Delta, float, float]:
     """Encode ours - theirs in blocks of rows.
 
     Args:
         ours, theirs: floating, the same shape, a matrix by soupkit.delta.layout.
 
     Returns:
-        The signs of the [batch * out, in] matrix; ||delta||^2; ||delta - decoded||^2, both float64.
+        The delta of the [batch * out, in] matrix; ||delta||^2; ||delta - decoded||^2, both float64.
 
     Raises:
-        MergeError: an entry of the delta is not finite.
+        MergeError: an entry of the delta is not finite, or a factor is beyond its dtype's range.
     """
-    rows, columns = matrix_shape(name, ours.shape)
-    pair = ours.reshape(rows, columns), theirs.reshape(rows, columns)
-    is_one_each = layout(name, ours.shape) == "experts" and scale == "matrix"
-    group = ours.shape[1] if is_one_each else rows
-    parts: list[SignDelta] = []
-    energy = 0.0
-    for start in range(0, rows, group):
-        blocks = _Blocks(name, pair, start, start + group, whole=ours.shape)
-        one = _encode_rows(blocks, planes) if scale == "row" else _encode_matrix(blocks, planes)
-        if is_one_each:
-            one = SignDelta(one.signs, one.scale.expand(planes, group).contiguous(), columns)
-        parts.append(one)
-        energy += blocks.energy
-    encoded = parts[0] if len(parts) == 1 else _join(parts)
-    # Each plane removes exactly in * scale^2 a row: its scale is the mean of |residual| (algorithms
-    # 1.8, 1).
-    per_row = encoded.scale.double().expand(planes, rows)
-    kept = columns * float(per_row.square().sum())
-    return encoded, energy, max(0.0, energy - kept)
+    pair = _Pair(name, ours, theirs)
+    dtype = factor_dtype(ours.dtype)
+    if layout(name, ours.shape) == "experts" and encoding.scale == "matrix":
+        encoded = _encode_experts(pair, encoding, dtype, ours.shape[1])
+    else:
+        encoded = encode_blocks(pair.read, pair.shape, encoding, factor_dtype=dtype)
+    return encoded, pair.energy, _lost(pair, encoded, encoding)
 
 
-class _Blocks:
-    """The delta of rows [start, stop) of a pair of matrices, block by block; adds up its energy."""
+class _Pair:
+    """ours - theirs as a matrix of rows; adds up its energy while all rows are read once."""
 
-    def __init__(
-        self,
-        name: str,
-        pair: tuple[Tensor, Tensor],
-        start: int,
-        stop: int,
-        *,
-        whole: Sequence[int],
-    ) -> None:
-        self.name = name
-        self.pair = pair
-        self.whole = whole
-        self.columns = pair[0].shape[1]
+    def __init__(self, name: str, ours: Tensor, theirs: Tensor) -> None:
+        self.shape = matrix_shape(name, ours.shape)
         self.energy = 0.0
-        self.start, self.rows = start, stop - start
-        self.slices = list(row_blocks((self.rows, self.columns)))
+        self._name, self._whole = name, ours.shape
+        self._ours, self._theirs = ours.reshape(self.shape), theirs.reshape(self.shape)
+        self._counted = 0
 
-    def delta(self, rows: slice, *, count: bool) -> Tensor:
-        """float32 [rows, in]; `count` adds its energy."""
-        place = slice(self.start + rows.start, self.start + rows.stop)
-        ours, theirs = (one[place] for one in self.pair)
-        before = place.start * self.columns
-        delta = subtract(ours, theirs, name=self.name, whole=self.whole, start=before)
-        if count:
+    def read(self, rows: slice) -> Tensor:
+        """float32 [rows, in], in fresh memory."""
+        delta = subtract(
+            self._ours[rows],
+            self._theirs[rows],
+            name=self._name,
+            whole=self._whole,
+            start=rows.start * self.shape[1],
+        )
+        if rows.start == self._counted:
             self.energy += squared_norm(delta)
+            self._counted = rows.stop
         return delta
 
 
-def _encode_rows(blocks: _Blocks, planes: int) -> SignDelta:
-    parts = [
-        encode(blocks.delta(rows, count=True), scale="row", planes=planes) for rows in blocks.slices
-    ]
-    return parts[0] if len(parts) == 1 else _join(parts)
+def _encode_experts(pair: _Pair, encoding: Encoding, dtype: torch.dtype, out: int) -> Delta:
+    """A matrix scale for each expert, repeated on its `out` rows; one low-rank part for all."""
+    low: Delta | None = None
+    if encoding.rank and encoding.low_rank_first:
+        only = Encoding(planes=0, rank=encoding.rank)
+        low = encode_blocks(pair.read, pair.shape, only, factor_dtype=dtype)
+    parts = []
+    for start in range(0, pair.shape[0], out):
+
+        def read(rows: slice, start: int = start) -> Tensor:
+            place = slice(start + rows.start, start + rows.stop)
+            return pair.read(place) if low is None else pair.read(place) - decode_rows(low, place)
+
+        signs = replace(encoding, rank=0, low_rank_first=True)
+        parts.append(encode_blocks(read, (out, pair.shape[1]), signs))
+    encoded = _join(parts)
+    if encoding.rank and not encoding.low_rank_first:
+        only = Encoding(planes=0, rank=encoding.rank)
+        low = encode_blocks(
+            lambda rows: pair.read(rows) - decode_rows(encoded, rows),
+            pair.shape,
+            only,
+            factor_dtype=dtype,
+        )
+    return encoded if low is None else replace(encoded, up=low.up, down=low.down)
 
 
-def _encode_matrix(blocks: _Blocks, planes: int) -> SignDelta:
-    """One scale over all blocks: a pass over them for each plane, as its mean needs them all."""
-    if len(blocks.slices) == 1:
-        return encode(blocks.delta(blocks.slices[0], count=True), scale="matrix", planes=planes)
-    signs = torch.empty(planes, blocks.rows, -(-blocks.columns // 8), dtype=torch.uint8)
-    scale = torch.zeros(planes, 1)
-    for plane in range(planes):
-        mean = 0.0
-        for rows in blocks.slices:
-            residual = blocks.delta(rows, count=plane == 0)
-            if plane:
-                residual -= decode(SignDelta(signs[:plane, rows], scale[:plane], blocks.columns))
-            one = encode(residual, scale="matrix")
-            signs[plane, rows] = one.signs[0]
-            mean += float(one.scale) * (rows.stop - rows.start) / blocks.rows
-        scale[plane] = mean
-    return SignDelta(signs, scale, blocks.columns)
+def _lost(pair: _Pair, encoded: Delta, encoding: Encoding) -> float:
+    """||delta - decoded||^2 in float64."""
+    rows, columns = pair.shape
+    is_greedy = not (encoding.rank or encoding.refit or encoding.is_sparse)
+    if is_greedy and encoding.scale in ("row", "matrix"):
+        # Each plane removes exactly in * scale^2 a row: its scale is the mean of |residual|
+        # (algorithms 1.8, 1).
+        assert encoded.scale is not None
+        per_row = encoded.scale.double().expand(encoded.planes, rows)
+        return max(0.0, pair.energy - columns * float(per_row.square().sum()))
+    return sum(
+        squared_norm(pair.read(block).sub_(decode_rows(encoded, block)))
+        for block in row_blocks(pair.shape)
+    )
 
 
-def _join(parts: Sequence[SignDelta]) -> SignDelta:
-    signs = torch.cat([part.signs for part in parts], dim=1)
-    return SignDelta(signs, torch.cat([part.scale for part in parts], dim=1), parts[0].in_features)
+def _join(parts: Sequence[Delta]) -> Delta:
+    """Matrices below each other, each with one scale a plane."""
+    packed = [part.packed for part in parts if part.packed is not None]
+    scales = [part.scale.expand(-1, part.out_features) for part in parts if part.scale is not None]
+    return Delta(
+        sum(part.out_features for part in parts),
+        parts[0].in_features,
+        torch.cat(packed, dim=1),
+        torch.cat(scales, dim=1),
+    )

@@ -1,7 +1,8 @@
 """A variant on disk, read: variant.safetensors and its manifest.json, both checked as hostile
 input.
 
-    W_eff = W_base + sum_p scale_p * sign_p    for "sign";    W_eff = raw    for "raw"
+    W_eff = W_base + sum_p diag(scale_p) sign_p diag(column_p) + up down    for "delta"
+    W_eff = raw                                                             for "raw"
 
 Opening is cheap: the manifest against its schema and checksum, and the file's header against the
 manifest. Loading reads the whole file into memory of its own, in parallel, and checks the content
@@ -9,7 +10,7 @@ digest and that every number is finite. Any fault is a BundleError. soupkit.expo
 soupkit.family keeps several.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from soupkit.bitdelta import SignDelta
 from soupkit.errors import BundleError
 from soupkit.family import BaseRef, Family, VariantRef, open_family
 from soupkit.family_write import add_variant, create_or_open_family
@@ -26,6 +26,7 @@ from soupkit.files import fault_text, open_regular, read_json
 from soupkit.fingerprint import Entry, digest_of, num_threads, sha256_of
 from soupkit.manifest import MANIFEST_NAME, WEIGHTS_NAME, Manifest, TensorEntry, matrix_shape
 from soupkit.tensorfile import Slot, dtype_name, read_header, read_into, typed
+from soupkit_kernels import Delta
 
 __all__ = [
     "BaseRef",
@@ -47,12 +48,12 @@ class LoadedVariant:
     """All tensors of a variant in host memory.
 
     Attributes:
-        signs: packed deltas by parameter name. raw: whole tensors by parameter name, in the
+        deltas: packed deltas by parameter name. raw: whole tensors by parameter name, in the
             fine-tune's dtype. digest: content digest. nbytes: of all tensors together. manifest:
             what was read.
     """
 
-    signs: dict[str, SignDelta]
+    deltas: dict[str, Delta]
     raw: dict[str, Tensor]
     digest: str
     nbytes: int
@@ -96,15 +97,14 @@ class Variant:
             raise BundleError(f"{self.path}: the variant has no parameter {param!r}")
         return self._entries[param]
 
-    def sign(self, param: str) -> SignDelta:
-        """The packed delta of one parameter, read now; scales are checked to be finite.
+    def delta(self, param: str) -> Delta:
+        """The packed delta of one parameter, read now; scales and factors are checked to be finite.
 
         Raises:
-            BundleError: it is not stored as signs, or the file is damaged.
+            BundleError: it is not stored as a delta, or the file is damaged.
         """
-        self._need_kind(param, "sign")
-        found = {part: self._read(f"{param}.{part}") for part in ("sign", "scale")}
-        return self._sign_delta(param, found["sign"], found["scale"])
+        self._need_kind(param, "delta")
+        return self._delta(param, self._read)
 
     def raw(self, param: str) -> Tensor:
         """One parameter that is stored whole, read now, checked to be finite.
@@ -127,17 +127,15 @@ class Variant:
         with _faults_of(path):
             tensors, hashes = self._read_all(check=check)
         digest = self._checked(digest_of(hashes)) if check else self.manifest.digest
-        signs: dict[str, SignDelta] = {}
+        deltas: dict[str, Delta] = {}
         raw: dict[str, Tensor] = {}
         for entry in self.manifest.tensors:
             name = entry.name
-            if entry.kind == "sign":
-                signs[name] = self._sign_delta(
-                    name, tensors[f"{name}.sign"], tensors[f"{name}.scale"]
-                )
+            if entry.kind == "delta":
+                deltas[name] = self._delta(name, tensors.__getitem__)
             elif entry.kind == "raw":
                 raw[name] = self._finite(f"{name}.raw", tensors[f"{name}.raw"])
-        return LoadedVariant(signs, raw, digest, self.nbytes, self.manifest)
+        return LoadedVariant(deltas, raw, digest, self.nbytes, self.manifest)
 
     def check_digest(self) -> None:
         """Compare the content digest with the manifest's, holding a tensor a thread at most.
@@ -199,9 +197,22 @@ class Variant:
                 hashes = [entry for entry in pool.map(read, order) if entry is not None]
         return tensors, hashes
 
-    def _sign_delta(self, param: str, signs: Tensor, scale: Tensor) -> SignDelta:
-        self._finite(f"{param}.scale", scale)
-        return SignDelta(signs, scale, matrix_shape(param, self.entry(param).shape)[1])
+    def _delta(self, param: str, read: Callable[[str], Tensor]) -> Delta:
+        """The delta of the parts that its entry lists; `read` gives a tensor of the file."""
+        entry = self.entry(param)
+        parts: dict[str, Tensor] = {}
+        for name in entry.stored_specs():
+            parts[name.rpartition(".")[2]] = self._finite(name, read(name))
+        rows, columns = matrix_shape(param, entry.shape)
+        return Delta(
+            rows,
+            columns,
+            packed=parts.get("sign"),
+            scale=parts.get("scale"),
+            column_scale=parts.get("column"),
+            up=parts.get("up"),
+            down=parts.get("down"),
+        )
 
     def _finite(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):

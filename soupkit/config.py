@@ -12,6 +12,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
 
+from soupkit.checks import check_choice as check_choice
+from soupkit.checks import check_count as check_count
+from soupkit.forms import parse_encoding
+
 Method = Literal["svd_mean", "monosoup", "mean"]
 # Of a run: what merges two sets of weights, or averages all of them.
 RunMethod = Literal["svd_mean", "monosoup", "mean", "ema"]
@@ -19,10 +23,8 @@ Gate = Literal["metric", "none"]
 OptimizerState = Literal["keep", "reset"]
 Place = Literal["device", "host", "disk"]
 Undo = Literal["disk", "memory"]
-Scale = Literal["row", "matrix"]
 
 DEFAULT_RANK = 64
-MAX_PLANES = 4
 BASE_NAME = "base"
 _ONLY_EMA_USES = ("ema_decay", "ema_every_n_steps", "ema_place")
 # Settings that a method does not look at.
@@ -46,21 +48,6 @@ def check_variant_name(name: str) -> str:
     if name == BASE_NAME:
         raise ValueError(f"variant name {name!r} is kept for the base model; choose another name")
     return name
-
-
-def check_choice(field: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raise ValueError unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{field}={value!r}: use one of {', '.join(map(repr, choices))}")
-
-
-def check_count(field: str, value: object, *, least: int, most: int | None = None) -> None:
-    """Raise ValueError unless `value` is an int (not a bool) in [least, most]."""
-    limit = f">= {least}" if most is None else f"in {least}..{most}"
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{field}={value!r}: needs a whole number {limit}")
-    if value < least or (most is not None and value > most):
-        raise ValueError(f"{field}={value}: must be {limit}")
 
 
 def check_share(field: str, value: object, *, one_allowed: bool) -> None:
@@ -230,26 +217,24 @@ class SoupConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExportConfig:
-    """Where the variant that a run ends with is written, and in how many bits.
+    """Where the variant that a run ends with is written, and how.
 
     Args:
         family: folder of the family, created if absent.
         name: of the variant: a folder name and a model id.
-        scale: "row": one scale an output row; "matrix": one a matrix, as in the BitDelta paper.
-        planes: sign planes, 1 to 4: each codes what the ones before it left.
+        encoding: of its matrices, as in `soupkit export --encoding`: "row" is one bit a weight and
+            a scale an output row; "raw" stores them whole.
     Raises:
         ValueError: any value out of range.
     """
 
     family: str | Path
     name: str
-    scale: Scale = "row"
-    planes: int = 1
+    encoding: str = "row"
 
     def __post_init__(self) -> None:
         """Check every field."""
         if not isinstance(self.family, (str, Path)) or not str(self.family):
             raise ValueError(f"family={self.family!r}: needs the path of a folder")
         check_variant_name(self.name)
-        check_choice("scale", self.scale, get_args(Scale))
-        check_count("planes", self.planes, least=1, most=MAX_PLANES)
+        parse_encoding(self.encoding)

@@ -1,49 +1,47 @@
 """Export: a fine-tune becomes a variant of its base in a family.
 
-    W_ft ~ W_base + sum_p scale_p * sign_p      (soupkit.bitdelta, arXiv 2402.10193)
+    W_ft ~ W_base + delta      (soupkit.encoding has the forms; signs: BitDelta, arXiv 2402.10193)
 
-Matrices are stored as packed signs where they changed; what is no matrix, not floating, or resized
-along the vocabulary is stored whole; what is equal to the base is not stored. Tensors are asked for
-once each, in the order of the fine-tune's names, and handled in blocks of rows, so that memory does
-not grow with the model. Everything that can be known without reading a weight is checked first.
-Scales are not trained here.
+Matrices are stored as encoded deltas where they changed, or whole where that takes no more bytes;
+what is no matrix, not floating, or resized along the vocabulary is stored whole; what is equal to
+the base is not stored. Tensors are asked for once each, in the order of the fine-tune's names, and
+handled in blocks of rows (a low-rank part: a matrix at a time), so that memory does not grow with
+the model. Everything that can be known without reading a weight is checked first. Scales are not
+trained here, and which encoding pays where is not decided.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from soupkit.blocks import encode_pair
-from soupkit.checkpoint import INPUT_EMBEDDINGS, OUTPUT_EMBEDDINGS, Checkpoint
+from soupkit.blocks import encode_pair, row_blocks
+from soupkit.checkpoint import Checkpoint
 from soupkit.companions import copy_companions
-from soupkit.config import MAX_PLANES, Scale, check_choice, check_count, check_variant_name
+from soupkit.config import check_variant_name
 from soupkit.delta import TensorSource, layout
-from soupkit.errors import CheckpointError, MergeError
 from soupkit.family_write import add_variant, create_or_open_family, staged_variant
 from soupkit.files import atomic_write_json, plain_json
 from soupkit.fingerprint import Entry, digest_of, sha256_of
+from soupkit.forms import Encoding, parse_encoding
 from soupkit.manifest import (
     MANIFEST_NAME,
     WEIGHTS_NAME,
     Manifest,
     TensorEntry,
     itemise,
+    matrix_shape,
     model_bf16_bytes,
 )
 from soupkit.numeric import check_finite
+from soupkit.pairs import naming_the_culprit, pair_names
 from soupkit.shards import SpooledFile
 from soupkit.tensorfile import dtype_name
 from soupkit.version import __version__
-
-# Entries of a block of rows: its float32 copies (64 MB each) are the largest temporaries of an
-# export.
-BLOCK_ENTRIES = 2**24
 
 Progress = Callable[[str, int, int], None]
 
@@ -54,8 +52,9 @@ class ExportReport:
 
     Attributes:
         name: of the variant. path: its folder. digest: content digest. replaced: whether the name
-            stood for another variant before. bytes: on disk, by "signs", "scales", "raw", "other"
-            (header, manifest, companion files) and "total"; "weights" is variant.safetensors alone.
+            stood for another variant before. bytes: on disk, by "signs", "scales", "factors" (of
+            low-rank parts), "raw", "other" (header, manifest, companion files) and "total";
+            "weights" is variant.safetensors alone.
         model_bf16_bytes: bytes that all unique parameters of the fine-tune take in bfloat16.
         entries: one for each parameter.
     """
@@ -82,8 +81,8 @@ def export_variant(
     *,
     family: str | Path,
     name: str,
-    scale: Scale = "row",
-    planes: int = 1,
+    encoding: str | Encoding = "row",
+    encodings: Mapping[str, str | Encoding] | None = None,
     companions: Path | None = None,
     history: Sequence[Mapping[str, Any]] = (),
     metrics: Mapping[str, Any] | None = None,
@@ -97,7 +96,8 @@ def export_variant(
         finetuned: same parameter names as the base; tied embeddings may have been untied.
         family: folder of the family.
         name: of the variant; an older variant of that name is replaced in one step.
-        scale: "row" or "matrix". planes: 1 to 4.
+        encoding: of every changed matrix, or its text form, or "raw": see soupkit.encoding.
+        encodings: by parameter name, of those that get another one.
         companions: a folder whose tokenizer, generation and configuration files are stored where
             they differ from the base's, byte for byte.
         history: merges of the run, for the manifest. metrics: of the run's end, for the manifest.
@@ -110,14 +110,14 @@ def export_variant(
             case.
     """
     check_variant_name(name)
-    check_choice("scale", scale, ("row", "matrix"))
-    check_count("planes", planes, least=1, most=MAX_PLANES)
+    choose = _Choice(encoding, encodings or {})
     history = tuple(plain_json(event) for event in history)
     metrics = plain_json(metrics or {})
     pairs = pair_names(base, finetuned)
+    choose.check_names({ours for ours, _ in pairs})
     found = create_or_open_family(family, base)
     with staged_variant(found.path) as folder:
-        writer = _VariantWriter(folder / WEIGHTS_NAME, scale=scale, planes=planes)
+        writer = _VariantWriter(folder / WEIGHTS_NAME, choose)
         try:
             done, total = 0, sum(math.prod(finetuned.shape(ours)) for ours, _ in pairs)
             for ours, theirs in pairs:
@@ -153,71 +153,31 @@ def export_variant(
     )
 
 
-def pair_names(base: Checkpoint, finetuned: TensorSource) -> list[tuple[str, str]]:
-    """(name in the fine-tune, name in the base) of every parameter that the variant describes.
+class _Choice:
+    """The encoding of each parameter; None: stored whole."""
 
-    Raises:
-        CheckpointError: a parameter is missing, unknown, or of a shape or dtype that has no delta.
-    """
-    tied = getattr(finetuned, "tied", {})
-    missing = [name for name in base.names if name not in finetuned.names and name not in tied]
-    if missing:
-        raise CheckpointError(
-            f"{_told(finetuned)} lacks {missing[0]!r} ({len(missing)} in all) that the base has; "
-            "is it a fine-tune of this base?"
-        )
-    unknown = [name for name in finetuned.names if name not in base.names and name not in base.tied]
-    if unknown:
-        raise CheckpointError(
-            f"{_told(finetuned)} has {unknown[0]!r} ({len(unknown)} in all), which the base lacks; "
-            "a variant can only change parameters of its base"
-        )
-    # A head that the fine-tune tied to its input but the base did not is told by its own delta.
-    names = sorted({*finetuned.names, *(name for name in tied if name in base.names)})
-    for name in names:
-        _check_pair(name, base, finetuned)
-    return [(name, name) for name in names]
+    def __init__(self, encoding: str | Encoding, encodings: Mapping[str, str | Encoding]) -> None:
+        self._default = parse_encoding(encoding)
+        self._others = {name: _parsed(name, one) for name, one in encodings.items()}
+
+    def __call__(self, name: str) -> Encoding | None:
+        return self._others.get(name, self._default)
+
+    def check_names(self, names: set[str]) -> None:
+        """Raise ValueError for an encoding of a parameter that is not there."""
+        odd = sorted(self._others.keys() - names)
+        if odd:
+            raise ValueError(
+                f"encodings for {odd[0]!r} ({len(odd)} such names): the fine-tune has no such "
+                "parameter of its own"
+            )
 
 
-@contextmanager
-def naming_the_culprit(name: str, *sources: TensorSource) -> Iterator[None]:
-    """Let a MergeError about the parameter `name` tell where which checkpoint is not finite."""
+def _parsed(name: str, encoding: str | Encoding) -> Encoding | None:
     try:
-        yield
-    except MergeError:
-        for source in sources:
-            # Other sources are a run's own weights: only one is told apart, and a gather is dear.
-            if isinstance(source, Checkpoint):
-                check_finite(name, source.tensor(name), file=source.path)
-        raise
-
-
-def _told(finetuned: TensorSource) -> str:
-    return str(finetuned.path) if isinstance(finetuned, Checkpoint) else "the fine-tune"
-
-
-def _check_pair(name: str, base: Checkpoint, finetuned: TensorSource) -> None:
-    ours, theirs = finetuned.shape(name), base.shape(name)
-    floats = finetuned.dtype(name).is_floating_point, base.dtype(name).is_floating_point
-    if floats[0] != floats[1]:
-        raise CheckpointError(
-            f"{_told(finetuned)}: {name}: {finetuned.dtype(name)} against {base.dtype(name)} in "
-            "the base"
-        )
-    dtype_name(finetuned.dtype(name))
-    is_resized = len(ours) == len(theirs) and len(ours) in (1, 2) and ours[1:] == theirs[1:]
-    if ours != theirs and not (is_resized and _is_vocabulary(name, theirs[0], base)):
-        raise CheckpointError(
-            f"{_told(finetuned)}: {name}: shape {ours} against {theirs} in the base; only "
-            "the vocabulary (the first axis of an embedding or head) may differ"
-        )
-
-
-def _is_vocabulary(name: str, rows: int, base: Checkpoint) -> bool:
-    """Whether the first axis of a parameter, of that length in the base, is the vocabulary."""
-    configs = (base.config, base.config.get("text_config"))
-    sizes = [one.get("vocab_size") for one in configs if isinstance(one, dict)]
-    return rows in sizes or name.endswith(INPUT_EMBEDDINGS + OUTPUT_EMBEDDINGS)
+        return parse_encoding(encoding)
+    except ValueError as error:
+        raise ValueError(f"encodings[{name!r}]: {error}") from None
 
 
 def _tied_entries(base: Checkpoint, finetuned: TensorSource) -> list[TensorEntry]:
@@ -238,10 +198,9 @@ def _tied_entries(base: Checkpoint, finetuned: TensorSource) -> list[TensorEntry
 class _VariantWriter:
     """Turns pairs of tensors into entries and spooled bytes."""
 
-    def __init__(self, path: Path, *, scale: Scale, planes: int) -> None:
+    def __init__(self, path: Path, choose: _Choice) -> None:
         self._file = SpooledFile(path)
-        self._scale: Scale = scale
-        self._planes = planes
+        self._choose = choose
         self._entries: list[TensorEntry] = []
         self._hashes: list[Entry] = []
 
@@ -251,9 +210,13 @@ class _VariantWriter:
         is_matrix = ours.is_floating_point() and layout(name, shape) != "vector"
         is_equal = ours.shape == theirs.shape and _are_equal(ours, theirs, is_matrix=is_matrix)
         if is_matrix and ours.shape == theirs.shape and not is_equal:
-            # Refuses what is not finite while it subtracts.
-            self._add_signs(name, ours, theirs)
-            return
+            entry = _entry_for(name, ours, self._choose(name))
+            if entry is not None:
+                # Refuses what is not finite while it subtracts.
+                self._add_delta(entry, ours, theirs)
+                return
+            # Two dtypes may hold the same values.
+            is_equal = _are_equal(ours, theirs, is_matrix=False)
         if ours.is_floating_point():
             check_finite(name, ours)
         if is_equal:
@@ -262,28 +225,24 @@ class _VariantWriter:
             self._spool(f"{name}.raw", ours)
             self._entries.append(TensorEntry(name, "raw", shape, dtype, bytes=ours.nbytes))
 
-    def _add_signs(self, name: str, ours: Tensor, theirs: Tensor) -> None:
-        encoded, energy, lost = encode_pair(
-            name, ours, theirs, scale=self._scale, planes=self._planes
-        )
-        shape, dtype = tuple(ours.shape), dtype_name(ours.dtype)
+    def _add_delta(self, entry: TensorEntry, ours: Tensor, theirs: Tensor) -> None:
+        name, encoding = entry.name, self._choose(entry.name)
+        assert encoding is not None
+        encoded, energy, lost = encode_pair(name, ours, theirs, encoding)
         if energy == 0.0:
-            self._entries.append(TensorEntry(name, "same", shape, dtype))
+            self._entries.append(TensorEntry(name, "same", entry.shape, entry.dtype))
             return
-        self._spool(f"{name}.sign", encoded.signs)
-        self._spool(f"{name}.scale", encoded.scale)
-        self._entries.append(
-            TensorEntry(
-                name,
-                "sign",
-                shape,
-                dtype,
-                planes=self._planes,
-                scale_axis=self._scale,
-                bytes=encoded.nbytes,
-                residual_energy=min(1.0, lost / energy),
-            )
-        )
+        parts = {
+            "sign": encoded.packed,
+            "scale": encoded.scale,
+            "column": encoded.column_scale,
+            "up": encoded.up,
+            "down": encoded.down,
+        }
+        for part, tensor in parts.items():
+            if tensor is not None:
+                self._spool(f"{name}.{part}", tensor)
+        self._entries.append(replace(entry, residual_energy=min(1.0, lost / energy)))
 
     def _spool(self, name: str, tensor: Tensor) -> None:
         self._file.add(name, tensor)
@@ -301,8 +260,35 @@ class _VariantWriter:
         self._file.close()
 
 
+def _entry_for(name: str, ours: Tensor, encoding: Encoding | None) -> TensorEntry | None:
+    """How a changed matrix will be stored, its error not yet known; None: whole, as that was asked
+    for or takes no more bytes.
+    """
+    if encoding is None:
+        return None
+    shape = tuple(ours.shape)
+    planes = 2 if encoding.is_sparse else encoding.planes
+    entry = TensorEntry(
+        name,
+        "delta",
+        shape,
+        dtype_name(ours.dtype),
+        planes=planes,
+        scale_axis=encoding.scale if planes else None,
+        rank=min(encoding.rank, *matrix_shape(name, shape)),
+        encoding=encoding.name,
+    )
+    size = sum(spec.nbytes for spec in entry.stored_specs().values())
+    return replace(entry, bytes=size) if size < ours.nbytes else None
+
+
 def _are_equal(ours: Tensor, theirs: Tensor, *, is_matrix: bool) -> bool:
     """Whether two tensors hold the same values; of a matrix in another dtype it is seen later."""
     if ours.dtype == theirs.dtype:
         return torch.equal(ours, theirs)
-    return not is_matrix and torch.equal(ours.double(), theirs.double())
+    return not is_matrix and all(
+        torch.equal(ours[rows].double(), theirs[rows].double())
+        if ours.ndim
+        else bool(ours.double() == theirs.double())
+        for rows in row_blocks(tuple(ours.shape))
+    )

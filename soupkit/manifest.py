@@ -1,9 +1,12 @@
 """What manifest.json of a variant says: every parameter of the model and how its delta is stored.
 
-Kinds: "same" (the base's own, nothing stored), "sign" (`<param>.sign` and `<param>.scale`), "raw"
-(`<param>.raw`, the fine-tune's whole tensor), "tied" (the same matrix as `source`, nothing stored).
-A manifest is read as hostile input: whatever is wrong with it is one BundleError. Its own checksum
-finds damage that would still parse.
+    delta = sum_p diag(scale_p) sign_p diag(column_p) + up down
+
+Kinds: "same" (the base's own, nothing stored), "delta" (those of `<param>.sign`, `.scale`,
+`.column`, `.up` and `.down` that its encoding has), "raw" (`<param>.raw`, the fine-tune's whole
+tensor), "tied" (the same matrix as `source`, nothing stored). A manifest is read as hostile input:
+whatever is wrong with it is one BundleError. Its own checksum finds damage that would still parse.
+Schema 1 had signs with row or matrix scales only, as the kind "sign"; it is read as what it means.
 """
 
 import hashlib
@@ -15,39 +18,59 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from soupkit.config import MAX_PLANES, check_variant_name
+from soupkit.config import check_variant_name
 from soupkit.delta import layout
 from soupkit.errors import BundleError
 from soupkit.files import canonical_json
 from soupkit.fingerprint import is_digest
+from soupkit.forms import Encoding, SignScale
 from soupkit.tensorfile import DTYPES, TensorSpec, is_count, is_shape
 
-SCHEMA = 1
+SCHEMA = 2
 WEIGHTS_NAME = "variant.safetensors"
 MANIFEST_NAME = "manifest.json"
 
-Kind = Literal["same", "sign", "raw", "tied"]
+Kind = Literal["same", "delta", "raw", "tied"]
 
-# What a reader in another language has to know about the packed bytes.
-ENCODING = {
+_BITS = {
     "bit_order": "least significant bit first along in",
     "sign_of_zero": "+1",
     "pack_padding": "each row is padded to whole bytes; padding bits are never read",
 }
+# What a reader in another language has to know about the packed bytes, by schema.
+ENCODING = {
+    1: _BITS,
+    SCHEMA: {**_BITS, "delta": "sum over planes of diag(scale) sign diag(column), plus up down"},
+}
+# Which figure of a report the bytes of a stored part belong to.
+PART_KINDS = {
+    "sign": "signs",
+    "scale": "scales",
+    "column": "scales",
+    "up": "factors",
+    "down": "factors",
+    "raw": "raw",
+}
+_SINCE_SCHEMA_2 = {"rank", "encoding"}
 
 
 def matrix_shape(name: str, shape: Sequence[int]) -> tuple[int, int]:
-    """[out, in] of the matrix that a parameter's signs describe: [batch * out, in] of its layout.
+    """[out, in] of the matrix that a parameter's delta describes: [batch * out, in] of its layout.
 
     Raises:
-        ValueError: a vector has no signs.
+        ValueError: a vector has none.
     """
     kind = layout(name, shape)
     if kind == "vector":
-        raise ValueError(f"{name}: a tensor of shape {tuple(shape)} has no sign matrix")
+        raise ValueError(f"{name}: a tensor of shape {tuple(shape)} is no matrix")
     if kind == "experts":
         return shape[0] * shape[1], shape[2]
     return shape[0], math.prod(shape[1:])
+
+
+def factor_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the low-rank factors of a fine-tune's tensor: its own if it has 16 bits, else float32."""
+    return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +80,10 @@ class TensorEntry:
     Attributes:
         name: the parameter. kind: see the module. shape, dtype: of the fine-tune's tensor, dtype in
             the words of safetensors ("BF16"). planes: sign planes (0 if no signs). scale_axis:
-            "row" or "matrix" (None if no signs). bytes: stored in the file. residual_energy:
-            ||delta - decoded||^2 / ||delta||^2. source: of a tied parameter, the one it is the same
-            as.
+            "row", "matrix", "column" or "rank1" (None if no signs). bytes: stored in the file.
+            residual_energy: ||delta - decoded||^2 / ||delta||^2. source: of a tied parameter, the
+            one it is the same as. rank: of the low-rank part (0 if none). encoding: the text form
+            of the soupkit.encoding.Encoding that it was encoded with (None for other kinds).
     """
 
     name: str
@@ -67,23 +91,36 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: str
     planes: int = 0
-    scale_axis: str | None = None
+    scale_axis: SignScale | None = None
     bytes: int = 0
     residual_energy: float = 0.0
     source: str | None = None
+    rank: int = 0
+    encoding: str | None = None
 
     def stored_specs(self) -> dict[str, TensorSpec]:
         """Names, dtypes and shapes of this parameter's tensors in variant.safetensors."""
         if self.kind == "raw":
             return {f"{self.name}.raw": TensorSpec(DTYPES[self.dtype], self.shape)}
-        if self.kind != "sign":
+        if self.kind != "delta":
             return {}
         rows, columns = matrix_shape(self.name, self.shape)
-        per_row = self.scale_axis == "row" or layout(self.name, self.shape) == "experts"
-        return {
-            f"{self.name}.sign": TensorSpec(torch.uint8, (self.planes, rows, -(-columns // 8))),
-            f"{self.name}.scale": TensorSpec(torch.float32, (self.planes, rows if per_row else 1)),
-        }
+        parts: dict[str, TensorSpec] = {}
+        if self.planes:
+            # Experts have a matrix each in the one that is stored, so their scales are repeated.
+            is_per_row = self.scale_axis in ("row", "rank1") or (
+                self.scale_axis == "matrix" and layout(self.name, self.shape) == "experts"
+            )
+            width = rows if is_per_row else 1
+            parts["sign"] = TensorSpec(torch.uint8, (self.planes, rows, -(-columns // 8)))
+            parts["scale"] = TensorSpec(torch.float32, (self.planes, width))
+            if self.scale_axis in ("column", "rank1"):
+                parts["column"] = TensorSpec(torch.float32, (self.planes, columns))
+        if self.rank:
+            dtype = factor_dtype(DTYPES[self.dtype])
+            parts["up"] = TensorSpec(dtype, (rows, self.rank))
+            parts["down"] = TensorSpec(dtype, (self.rank, columns))
+        return {f"{self.name}.{part}": spec for part, spec in parts.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +159,7 @@ class Manifest:
             "name": self.name,
             "base_fingerprint": self.base_fingerprint,
             "digest": self.digest,
-            "encoding": ENCODING,
+            "encoding": ENCODING[SCHEMA],
             "companions": dict(self.companions),
             "history": [dict(event) for event in self.history],
             "metrics": dict(self.metrics),
@@ -135,8 +172,10 @@ class Manifest:
     def from_json(cls, document: Any) -> "Manifest":
         """Parse a manifest that may be hostile. Raises BundleError that says what is wrong."""
         _need(isinstance(document, dict), "is not a JSON object")
+        schema = document.get("schema")
         _need(
-            document.get("schema") == SCHEMA, f"has schema {document.get('schema')!r}, not {SCHEMA}"
+            type(schema) is int and schema in ENCODING,
+            f"has schema {schema!r}; known are 1 to {SCHEMA}",
         )
         body = {key: value for key, value in document.items() if key != "checksum"}
         try:
@@ -154,8 +193,8 @@ class Manifest:
         for key in ("base_fingerprint", "digest"):
             _need(is_digest(body.get(key)), f"has no {key}")
         _need(
-            body.get("encoding") == ENCODING,
-            f"has the encoding {body.get('encoding')!r}; known is {ENCODING}",
+            body.get("encoding") == ENCODING[schema],
+            f"has the encoding {body.get('encoding')!r}; known is {ENCODING[schema]}",
         )
         for key, kind in (
             ("companions", dict),
@@ -171,7 +210,9 @@ class Manifest:
         )
         for name, digest in body["companions"].items():
             _need(is_plain_file_name(name) and is_digest(digest), f"has the companion {name!r}")
-        tensors = tuple(_entry(item) for item in body["tensors"])
+        tensors = tuple(
+            _entry(item if schema == SCHEMA else _upgraded(item)) for item in body["tensors"]
+        )
         names = [entry.name for entry in tensors]
         _need(names == sorted(set(names)), "lists its tensors out of order or twice")
         return cls(
@@ -188,11 +229,10 @@ class Manifest:
 
 def itemise(folder: Path, entries: tuple[TensorEntry, ...]) -> dict[str, int]:
     """Bytes of a variant folder on disk, by kind; see soupkit.export.ExportReport."""
-    sizes = {"signs": 0, "scales": 0, "raw": 0}
+    sizes = dict.fromkeys(PART_KINDS.values(), 0)
     for entry in entries:
         for name, spec in entry.stored_specs().items():
-            kind = {"sign": "signs", "scale": "scales", "raw": "raw"}[name.rpartition(".")[2]]
-            sizes[kind] += spec.nbytes
+            sizes[PART_KINDS[name.rpartition(".")[2]]] += spec.nbytes
     total = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     sizes["other"] = total - sum(sizes.values())
     return {**sizes, "total": total, "weights": (folder / WEIGHTS_NAME).stat().st_size}
@@ -215,6 +255,20 @@ def _checksum(body: Mapping[str, Any]) -> str:
 def _need(condition: object, complaint: str) -> None:
     if not condition:
         raise BundleError(f"manifest.json {complaint}")
+
+
+def _upgraded(item: Any) -> Any:
+    """An entry of schema 1 as one of schema 2; what is wrong with it stays for `_entry`."""
+    if not isinstance(item, dict) or _SINCE_SCHEMA_2 & item.keys():
+        raise BundleError("manifest.json has a tensor that is none of schema 1")
+    _need(item.get("kind") != "delta", "has the kind 'delta', which schema 1 has not")
+    encoding = None
+    if item.get("kind") == "sign":
+        planes, axis = item.get("planes"), item.get("scale_axis")
+        _need(axis in ("row", "matrix"), f"scales signs by {axis!r}")
+        item = {**item, "kind": "delta"}
+        encoding = axis if planes == 1 else f"{axis}-x{planes}"
+    return {**item, "rank": 0, "encoding": encoding}
 
 
 def _entry(item: Any) -> TensorEntry:
@@ -250,23 +304,15 @@ def _entry(item: Any) -> TensorEntry:
 def _check_kind(entry: TensorEntry) -> None:
     """Raise BundleError unless the fields that depend on the kind fit it."""
     name = entry.name
-    if entry.kind == "sign":
-        _need(
-            layout(name, entry.shape) != "vector", f"gives signs to {name!r} of shape {entry.shape}"
-        )
-        _need(
-            type(entry.planes) is int and 1 <= entry.planes <= MAX_PLANES,
-            f"gives {name!r} {entry.planes!r} planes, not 1 to {MAX_PLANES}",
-        )
-        _need(
-            entry.scale_axis in ("row", "matrix"),
-            f"gives {name!r} the scale axis {entry.scale_axis!r}",
-        )
+    _need(type(entry.planes) is int, f"gives {name!r} {entry.planes!r} planes")
+    _need(type(entry.rank) is int, f"gives {name!r} the rank {entry.rank!r}")
+    if entry.kind == "delta":
+        _check_delta(entry)
     else:
-        _need(
-            type(entry.planes) is int and entry.planes == 0, f"gives {name!r} planes without signs"
-        )
-        _need(entry.scale_axis is None, f"gives {name!r} a scale axis without signs")
+        _need(entry.planes == 0, f"gives {name!r} planes without a delta")
+        _need(entry.rank == 0, f"gives {name!r} a rank without a delta")
+        _need(entry.scale_axis is None, f"gives {name!r} a scale axis without a delta")
+        _need(entry.encoding is None, f"gives {name!r} an encoding without a delta")
     if entry.kind == "tied":
         _need(
             isinstance(entry.source, str) and entry.source != name,
@@ -274,3 +320,22 @@ def _check_kind(entry: TensorEntry) -> None:
         )
     else:
         _need(entry.source is None, f"gives {name!r} a source though it is not tied")
+
+
+def _check_delta(entry: TensorEntry) -> None:
+    """Raise BundleError unless planes, scale axis and rank are those of the encoding and fit the
+    shape.
+    """
+    name, text = entry.name, entry.encoding
+    _need(layout(name, entry.shape) != "vector", f"gives a delta to {name!r}, {entry.shape}")
+    _need(isinstance(text, str), f"gives {name!r} the encoding {text!r}")
+    try:
+        encoding = Encoding.parse(str(text))
+    except ValueError as error:
+        raise BundleError(f"manifest.json gives {name!r} the encoding {text!r}: {error}") from None
+    planes = 2 if encoding.is_sparse else encoding.planes
+    _need(entry.planes == planes, f"gives {name!r} {entry.planes} planes, {text} has {planes}")
+    axis = encoding.scale if planes else None
+    _need(entry.scale_axis == axis, f"gives {name!r} the scale axis {entry.scale_axis!r}: {text}")
+    rank = min(encoding.rank, *matrix_shape(name, entry.shape))
+    _need(entry.rank == rank, f"gives {name!r} the rank {entry.rank}; {text} and its shape: {rank}")

@@ -24,10 +24,11 @@ from soupkit.checkpoint import Checkpoint
 from soupkit.delta import layout, subtract
 from soupkit.dense import write_config
 from soupkit.errors import CheckpointError
-from soupkit.export import Progress, naming_the_culprit, pair_names
+from soupkit.export import Progress
 from soupkit.files import atomic_folder, atomic_write_json, plain_json
 from soupkit.merge import MatrixReport, MergeRule, merge_deltas
 from soupkit.numeric import check_finite, rounded
+from soupkit.pairs import naming_the_culprit, pair_names
 from soupkit.shards import ShardWriter
 from soupkit.tensorfile import TensorSpec
 from soupkit.version import __version__

@@ -1,6 +1,6 @@
 """Restore: base + variant as a dense model folder that transformers loads.
 
-    W = W_base + sum_p scale_p * sign_p    in float32, rounded once to the dtype asked for
+    W = W_base + delta    in float32, rounded once to the dtype asked for; see soupkit.manifest
 
 A narrow dtype rounds part of a small delta away (algorithms 1.7); the report says how much. The
 fused path of soupkit.serving has no such loss.
@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from soupkit.bitdelta import SignDelta, decode
 from soupkit.blocks import row_blocks
 from soupkit.bundle import Variant, open_variant
 from soupkit.checkpoint import Checkpoint
 from soupkit.companions import is_companion
 from soupkit.dense import write_config
+from soupkit.encoding import decode_rows
 from soupkit.errors import BundleError
 from soupkit.export import Progress
 from soupkit.family import Family, open_base, open_family
@@ -37,7 +37,7 @@ class RestoreReport:
 
     Attributes:
         path: the model folder. dtype: of its floating weights. rounding_loss: ||round(W) - W|| /
-            ||W - W_base|| over all matrices stored as signs; 0.0 in float32 terms of the sum
+            ||W - W_base|| over all matrices stored as deltas; 0.0 in float32 terms of the sum
             itself.
     """
 
@@ -109,7 +109,7 @@ def check_covers(variant: Variant, base: Checkpoint) -> None:
         if name not in base.names and name not in base.tied:
             raise BundleError(f"{variant.path}: the base has no parameter {name!r}")
         shape = base.shape(name)
-        if entry.kind in ("same", "sign") and entry.shape != shape:
+        if entry.kind in ("same", "delta") and entry.shape != shape:
             raise BundleError(f"{variant.path}: {name!r} has shape {entry.shape}, the base {shape}")
 
 
@@ -152,7 +152,7 @@ class _Restorer:
 
     def _pieces(self, entry: TensorEntry, dtype: torch.dtype) -> Iterator[Tensor]:
         """The restored parameter as consecutive pieces in `dtype`."""
-        if entry.kind == "sign":
+        if entry.kind == "delta":
             yield from self._sums(entry, dtype)
             return
         whole = (
@@ -164,11 +164,10 @@ class _Restorer:
             yield rounded(entry.name, piece, dtype) if is_float else piece.to(dtype)
 
     def _sums(self, entry: TensorEntry, dtype: torch.dtype) -> Iterator[Tensor]:
-        encoded = self._variant.sign(entry.name)
+        encoded = self._variant.delta(entry.name)
         theirs = self._base.tensor(entry.name).reshape(matrix_shape(entry.name, entry.shape))
         for rows in row_blocks(tuple(theirs.shape)):
-            scale = encoded.scale if encoded.scale.shape[1] == 1 else encoded.scale[:, rows]
-            delta = decode(SignDelta(encoded.signs[:, rows], scale, encoded.in_features))
+            delta = decode_rows(encoded, rows)
             exact = (
                 theirs[rows].float().add_(delta)
                 if theirs.dtype != torch.float32

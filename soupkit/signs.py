@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from soupkit.forms import SignScale
 from soupkit_kernels import Delta
 from soupkit_kernels.bitpack import pack, packed_width
 
-SignScale = Literal["matrix", "row", "column", "rank1"]
 # Hands out some rows of the delta, float32 [rows, K]; asked for the same rows several times.
 Read = Callable[[slice], Tensor]
 

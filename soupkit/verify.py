@@ -89,8 +89,8 @@ def _not_finite(variant: Variant) -> Iterator[str]:
     """Parameters that hold NaN or infinity, each named, also where the digest fits."""
     for entry in variant.manifest.tensors:
         try:
-            if entry.kind == "sign":
-                variant.sign(entry.name)
+            if entry.kind == "delta":
+                variant.delta(entry.name)
             elif entry.kind == "raw":
                 variant.raw(entry.name)
         except SoupkitError as error:

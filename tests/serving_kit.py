@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import delta_kit
 import httpx
 import openai
 import torch
@@ -21,7 +22,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from soupkit.bitdelta import decode_tensor
 from soupkit.bundle import LoadedVariant, open_family, open_variant
 from soupkit.checkpoint import open_checkpoint
 from soupkit.export import export_variant
@@ -34,12 +34,12 @@ CHAT_TEMPLATE = (
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>"]
 CONTEXT = 192
 
-# name -> (which parameters a fine-tune moved, scale, planes)
-VARIANTS: dict[str, tuple[Callable[[str], bool], str, int]] = {
-    "linear": (lambda name: "_proj" in name, "row", 1),
-    "norms": (lambda name: "_proj" in name or "norm" in name, "row", 1),
-    "embed": (lambda name: "_proj" in name or "embed" in name, "row", 2),
-    "matrix": (lambda name: True, "matrix", 3),
+# name -> (which parameters a fine-tune moved, their encoding)
+VARIANTS: dict[str, tuple[Callable[[str], bool], str]] = {
+    "linear": (lambda name: "_proj" in name, "row"),
+    "norms": (lambda name: "_proj" in name or "norm" in name, "row"),
+    "embed": (lambda name: "_proj" in name or "embed" in name, "row-x2"),
+    "matrix": (lambda name: True, "matrix-x3"),
 }
 
 
@@ -113,7 +113,7 @@ def make_finetune(
 
 
 def add_to_family(
-    root: Path, name: str, moved: Callable[[str], bool], *, scale: str, planes: int, seed: int
+    root: Path, name: str, moved: Callable[[str], bool], *, encoding: str, seed: int
 ) -> str:
     """Exports one more variant of root/base to root/family; returns its digest."""
     finetune = make_finetune(root / "base", root / f"ft-{name}-{seed}", moved, seed=seed)
@@ -122,8 +122,7 @@ def add_to_family(
         open_checkpoint(finetune),
         family=root / "family",
         name=name,
-        scale=scale,  # type: ignore[arg-type]
-        planes=planes,
+        encoding=encoding,
         companions=finetune,
     )
     return report.digest
@@ -135,8 +134,8 @@ def make_family(
     """root/base and root/family with the named variants; returns root."""
     make_base(root / "base", kind=kind, tied=tied)
     for seed, name in enumerate(names, start=1):
-        moved, scale, planes = VARIANTS[name]
-        add_to_family(root, name, moved, scale=scale, planes=planes, seed=seed)
+        moved, encoding = VARIANTS[name]
+        add_to_family(root, name, moved, encoding=encoding, seed=seed)
     return root
 
 
@@ -145,15 +144,16 @@ def load_variant(root: Path, name: str) -> LoadedVariant:
 
 
 def dense(root: Path, name: str | None) -> Any:
-    """The oracle: a plain model that holds W_base + decoded delta in float32."""
+    """The oracle: a plain model that holds W_base + delta, summed in float64, in float32."""
     model = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32).eval()
     if name is None:
         return model
     variant = load_variant(root, name)
     with torch.no_grad():
-        for parameter, sign in variant.signs.items():
+        for parameter, delta in variant.deltas.items():
             weight = model.get_parameter(parameter)
-            weight.add_(decode_tensor(parameter, sign, weight.shape))
+            moved = torch.from_numpy(delta_kit.dense(delta, tuple(weight.shape)))
+            weight.copy_(weight.double() + moved)
         for parameter, tensor in variant.raw.items():
             model.get_parameter(parameter).copy_(tensor)
     return model

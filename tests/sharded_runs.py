@@ -161,7 +161,7 @@ def run(strategy: Plain, folder: Path, config: SoupConfig = CONFIG) -> dict:
         record["faults"] = faults(step, fail, judge)
         record["is_kept"] = is_kept(strategy, data)
         record["end"] = strategy.whole()
-        soup.finish(export=ExportConfig(family=folder / "family", name="end", planes=4))
+        soup.finish(export=ExportConfig(family=folder / "family", name="end", encoding="row-x4"))
     return record
 
 

@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from soupkit.bundle import open_family, open_variant
 from soupkit.checkpoint import open_checkpoint, tensor_digest
+from soupkit.encoding import decode
 from soupkit.errors import BundleError
 from soupkit.export import export_variant
 from soupkit.files import canonical_json
-from soupkit.manifest import _checksum
+from soupkit.manifest import Manifest, _checksum
 
 TINY_BASE = {"norm.weight": torch.tensor([1.0, 2.0]), "up.weight": torch.zeros(2, 3)}
 TINY_FINETUNED = {
@@ -63,7 +64,7 @@ def test_bytes_of_a_tiny_variant_are_pinned(tiny):
 
 def test_manifest_of_a_tiny_variant_is_pinned(tiny):
     document = json.loads((tiny / "variants" / "v" / "manifest.json").read_text())
-    assert document["schema"] == 1
+    assert document["schema"] == 2
     assert document["metrics"] == {"loss": 0.5}
     assert (
         document["digest"]
@@ -80,18 +81,22 @@ def test_manifest_of_a_tiny_variant_is_pinned(tiny):
         "bytes": 8,
         "residual_energy": 0.0,
         "source": None,
+        "rank": 0,
+        "encoding": None,
     }
     # ||delta||^2 = 10 + 8, of which 3 * (4/3)^2 is kept in each row.
     assert up.pop("residual_energy") == pytest.approx((18 - 2 * 16 / 3) / 18, rel=1e-6)
     assert up == {
         "name": "up.weight",
-        "kind": "sign",
+        "kind": "delta",
         "shape": [2, 3],
         "dtype": "F32",
         "planes": 1,
         "scale_axis": "row",
         "bytes": 10,
         "source": None,
+        "rank": 0,
+        "encoding": "row",
     }
 
 
@@ -102,20 +107,20 @@ def test_loading_gives_back_the_files_tensors_and_the_digest(tiny):
     assert loaded.digest == tensor_digest(stored) == open_family(tiny).variants["v"].digest
     assert loaded.nbytes == variant.nbytes == 18
     assert torch.equal(loaded.raw["norm.weight"], stored["norm.weight.raw"])
-    assert torch.equal(loaded.signs["up.weight"].signs, stored["up.weight.sign"])
-    assert torch.equal(loaded.signs["up.weight"].scale, stored["up.weight.scale"])
-    assert loaded.signs["up.weight"].in_features == 3
+    assert torch.equal(loaded.deltas["up.weight"].packed, stored["up.weight.sign"])
+    assert torch.equal(loaded.deltas["up.weight"].scale, stored["up.weight.scale"])
+    assert loaded.deltas["up.weight"].in_features == 3
     unchecked = variant.load(check=False)
     assert torch.equal(unchecked.raw["norm.weight"], loaded.raw["norm.weight"])
     assert torch.equal(variant.raw("norm.weight"), loaded.raw["norm.weight"])
-    assert torch.equal(variant.sign("up.weight").signs, loaded.signs["up.weight"].signs)
+    assert torch.equal(variant.delta("up.weight").packed, loaded.deltas["up.weight"].packed)
 
 
 def test_asking_for_the_wrong_kind_or_name_is_told(tiny):
     variant = open_variant(tiny / "variants" / "v")
-    with pytest.raises(BundleError, match="stored as 'raw', not 'sign'"):
-        variant.sign("norm.weight")
-    with pytest.raises(BundleError, match="stored as 'sign', not 'raw'"):
+    with pytest.raises(BundleError, match="stored as 'raw', not 'delta'"):
+        variant.delta("norm.weight")
+    with pytest.raises(BundleError, match="stored as 'delta', not 'raw'"):
         variant.raw("up.weight")
     with pytest.raises(BundleError, match="no parameter 'nothing'"):
         variant.raw("nothing")
@@ -187,8 +192,8 @@ JUNK = [None, True, -1, 2**70, 1.5, "", "x", [], {}, [[]], {"a": 1}]
 def test_manifest_fields_of_wrong_types_are_bundle_errors(family, field, value):
     folder = family / "variants" / "v"
     rewrite(folder, setter(field, value=value))
-    if (field, value) in (("name", "x"), ("schema", True)):
-        return  # a fine name, and True == 1
+    if (field, value) == ("name", "x"):
+        return  # a fine name
     with pytest.raises(BundleError, match=r"manifest\.json"):
         open_variant(folder)
 
@@ -220,6 +225,8 @@ ENTRY_FIELDS = [
     "scale_axis",
     "bytes",
     "residual_energy",
+    "rank",
+    "encoding",
 ]
 
 
@@ -244,7 +251,17 @@ def test_entry_fields_of_wrong_types_are_bundle_errors(family, index, field, val
         setter("tensors", 1, "shape", value=[1] * 40),
         setter("tensors", 1, "planes", value=5),
         setter("tensors", 1, "dtype", value="Q4"),
-        setter("tensors", 0, "kind", value="sign"),
+        setter("tensors", 0, "kind", value="delta"),
+        setter("tensors", 1, "kind", value="sign"),
+        setter("tensors", 1, "encoding", value="matrix"),
+        setter("tensors", 1, "encoding", value="row-x2"),
+        setter("tensors", 1, "encoding", value="sparse"),
+        setter("tensors", 1, "encoding", value="row+lowrank-1"),
+        setter("tensors", 1, "encoding", value="lowrank-1"),
+        setter("tensors", 1, "encoding", value="lowrank-" + "9" * 5000),
+        setter("tensors", 1, "scale_axis", value="column"),
+        setter("tensors", 1, "rank", value=1),
+        setter("schema", value=1),
         setter("tensors", 0, "kind", value="same"),
         setter("tensors", 0, "kind", value="tied"),
         setter("companions", value={"../../escape.json": "sha256:" + "0" * 64}),
@@ -304,7 +321,7 @@ def test_file_that_shrinks_after_opening_is_a_bundle_error(family):
     for read in (
         variant.load,
         lambda: variant.raw("norm.weight"),
-        lambda: variant.sign("up.weight"),
+        lambda: variant.delta("up.weight"),
     ):
         with pytest.raises(BundleError, match="truncated"):
             read()
@@ -324,6 +341,177 @@ def test_stored_nan_is_a_bundle_error_that_names_the_tensor(family, part):
         open_variant(folder).load()
     with pytest.raises(BundleError, match="NaN"):
         open_variant(folder).load(check=False)
+
+
+RICH = "lowrank-2+rank1-x2"
+
+
+@pytest.fixture(scope="session")
+def rich(tmp_path_factory) -> Path:
+    """A family with the variant `v`, which has all parts of a delta; copy it before changing it."""
+    root = tmp_path_factory.mktemp("rich")
+    generator = torch.Generator().manual_seed(0)
+    base = save_model(root / "base", {"up.weight": torch.zeros(13, 21)})
+    tensors = {"up.weight": torch.randn(13, 21, generator=generator)}
+    finetuned = save_model(root / "ft", tensors)
+    export_variant(
+        open_checkpoint(base),
+        open_checkpoint(finetuned),
+        family=root / "family",
+        name="v",
+        encoding=RICH,
+    )
+    return root / "family"
+
+
+def test_every_part_comes_back_and_is_listed(rich):
+    variant = open_variant(rich / "variants" / "v")
+    stored = load_file(variant.path / "variant.safetensors")
+    delta = variant.delta("up.weight")
+    parts = {part: f"up.weight.{part}" for part in ("sign", "scale", "column", "up", "down")}
+    assert set(stored) == set(parts.values())
+    found = (delta.packed, delta.scale, delta.column_scale, delta.up, delta.down)
+    shapes = [(2, 13, 3), (2, 13), (2, 21), (13, 2), (2, 21)]
+    for part, tensor, shape in zip(parts.values(), found, shapes, strict=True):
+        assert torch.equal(tensor, stored[part])
+        assert tuple(tensor.shape) == shape
+    (entry,) = variant.manifest.tensors
+    assert (entry.planes, entry.scale_axis, entry.rank, entry.encoding) == (2, "rank1", 2, RICH)
+    assert entry.bytes == variant.nbytes == delta.nbytes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        setter("tensors", 0, "encoding", value="lowrank-3+rank1-x2"),
+        setter("tensors", 0, "encoding", value="lowrank-2+row-x2"),
+        setter("tensors", 0, "rank", value=3),
+        setter("tensors", 0, "rank", value=14),
+        setter("tensors", 0, "rank", value=-2),
+        setter("tensors", 0, "rank", value=True),
+        setter("tensors", 0, "rank", value=2.0),
+        setter("tensors", 0, "planes", value=0),
+        setter("tensors", 0, "scale_axis", value=None),
+        setter("tensors", 0, "shape", value=[21, 13]),
+        setter("tensors", 0, "shape", value=[1, 273]),
+        setter("tensors", 0, "dtype", value="BF16"),
+        setter("encoding", "delta", value="none"),
+        lambda document: document["tensors"][0].update(
+            encoding="lowrank-99+rank1-x2", rank=99, bytes=10**6
+        ),
+    ],
+)
+def test_hostile_entries_of_rich_deltas_are_bundle_errors(rich, tmp_path, change):
+    folder = shutil.copytree(rich / "variants" / "v", tmp_path / "v")
+    rewrite(folder, change)
+    with pytest.raises(BundleError):
+        open_variant(folder)
+
+
+@pytest.mark.parametrize("part", ["sign", "scale", "column", "up", "down"])
+def test_damaged_parts_of_rich_deltas_are_bundle_errors(rich, tmp_path, part):
+    folder = shutil.copytree(rich / "variants" / "v", tmp_path / "v")
+    name = f"up.weight.{part}"
+    tensors = load_file(folder / "variant.safetensors")
+    for changed in (
+        {one: tensor for one, tensor in tensors.items() if one != name},
+        {**tensors, name: tensors[name][..., :1].contiguous()},
+        {**tensors, name: tensors[name].short()},
+    ):
+        save_file(changed, folder / "variant.safetensors")
+        with pytest.raises(BundleError, match=name):
+            open_variant(folder)
+    if part != "sign":
+        tensors[name].view(-1)[1] = float("inf")
+        save_file(tensors, folder / "variant.safetensors")
+        rewrite(folder, setter("digest", value=tensor_digest(tensors)))
+        for read in (lambda one: one.load(), lambda one: one.delta("up.weight")):
+            with pytest.raises(BundleError, match=f"{name}.*NaN"):
+                read(open_variant(folder))
+
+
+def schema_1(folder: Path) -> Path:
+    """A variant as the first release wrote it, by hand."""
+    folder.mkdir()
+    tensors = {
+        "down.weight.sign": torch.tensor([[[5], [7]], [[2], [0]]], dtype=torch.uint8),
+        "down.weight.scale": torch.tensor([[0.5], [0.25]]),
+        "norm.weight.raw": torch.tensor([1.0, 2.5]),
+        "up.weight.sign": torch.tensor([[[5], [7]]], dtype=torch.uint8),
+        "up.weight.scale": torch.tensor([[1.5, 2.0]]),
+    }
+    save_file(tensors, folder / "variant.safetensors")
+    common = {"dtype": "F32", "source": None, "residual_energy": 0.0}
+    plain = {"planes": 0, "scale_axis": None, "bytes": 0}
+    signs = {**common, "kind": "sign", "shape": [2, 3], "residual_energy": 0.25}
+    document = {
+        "schema": 1,
+        "name": "old",
+        "base_fingerprint": "sha256:" + "1" * 64,
+        "digest": tensor_digest(tensors),
+        "encoding": {
+            "bit_order": "least significant bit first along in",
+            "sign_of_zero": "+1",
+            "pack_padding": "each row is padded to whole bytes; padding bits are never read",
+        },
+        "companions": {},
+        "history": [],
+        "metrics": {},
+        "versions": {"soupkit": "0.1.0"},
+        "tensors": [
+            {**signs, "name": "down.weight", "planes": 2, "scale_axis": "matrix", "bytes": 12},
+            {**common, **plain, "name": "head.weight", "kind": "tied", "shape": [2, 3],
+             "source": "up.weight"},
+            {**common, **plain, "name": "norm.weight", "kind": "raw", "shape": [2], "bytes": 8},
+            {**common, **plain, "name": "q.weight", "kind": "same", "shape": [4, 4]},
+            {**signs, "name": "up.weight", "planes": 1, "scale_axis": "row", "bytes": 10},
+        ],
+    }  # fmt: skip
+    document["checksum"] = _checksum(document)
+    (folder / "manifest.json").write_text(canonical_json(document))
+    return folder
+
+
+def test_variants_of_the_first_schema_are_read_as_what_they_mean(tmp_path):
+    variant = open_variant(schema_1(tmp_path / "v"))
+    loaded = variant.load()
+    assert [(one.name, one.kind, one.encoding, one.rank) for one in variant.manifest.tensors] == [
+        ("down.weight", "delta", "matrix-x2", 0),
+        ("head.weight", "tied", None, 0),
+        ("norm.weight", "raw", None, 0),
+        ("q.weight", "same", None, 0),
+        ("up.weight", "delta", "row", 0),
+    ]
+    wanted = torch.tensor([[1.5, -1.5, 1.5], [2.0, 2.0, 2.0]])
+    assert torch.equal(decode(loaded.deltas["up.weight"]), wanted)
+    wanted = torch.tensor([[0.25, -0.25, 0.25], [0.25, 0.25, 0.25]])
+    assert torch.equal(decode(variant.delta("down.weight")), wanted)
+    assert loaded.raw["norm.weight"].tolist() == [1.0, 2.5]
+    # Written anew it is of the present schema, and says the same.
+    assert Manifest.from_json(variant.manifest.to_json()) == variant.manifest
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        setter("tensors", 4, "kind", value="delta"),
+        setter("tensors", 4, "scale_axis", value="rank1"),
+        setter("tensors", 4, "scale_axis", value=[]),
+        setter("tensors", 4, "planes", value=True),
+        setter("tensors", 4, "planes", value=5),
+        setter("tensors", 4, "rank", value=0),
+        setter("tensors", 4, "encoding", value="row"),
+        setter("tensors", 4, value=3),
+        lambda document: document["tensors"][4].pop("planes"),
+        setter("schema", value=2),
+        setter("schema", value=True),
+    ],
+)
+def test_hostile_manifests_of_the_first_schema_are_bundle_errors(tmp_path, change):
+    folder = schema_1(tmp_path / "v")
+    rewrite(folder, change)
+    with pytest.raises(BundleError):
+        open_variant(folder)
 
 
 def set_family(family: Path, change) -> None:

@@ -80,7 +80,7 @@ def test_export_names_variants_after_their_folders(base_folder, finetuned_folder
     assert one["bytes"]["total"] == sum(path.stat().st_size for path in Path(one["path"]).iterdir())
     two = document(
         "export", base_folder, finetuned_folder, base_folder, "--family", tmp_path / "f",
-        "--name", "a", "--name", "b", "--planes", "2", "--scale", "matrix",
+        "--name", "a", "--name", "b", "--encoding", "lowrank-2+matrix-x2",
     )  # fmt: skip
     assert [report["name"] for report in two] == ["a", "b"]
     result = run("export", base_folder, finetuned_folder, "--family", tmp_path / "f")
@@ -127,7 +127,7 @@ def test_inspect_tells_families_variants_and_checkpoints(family, base_folder):
     assert told["kind"] == "family"
     variant = told["variants"]["finetuned"]
     assert variant["bytes"]["signs"] > 0
-    assert {one["kind"] for one in variant["tensors"]} == {"sign", "raw", "tied"}
+    assert {one["kind"] for one in variant["tensors"]} == {"delta", "raw", "tied"}
     assert document("inspect", family / variant["path"])["kind"] == "variant"
     checkpoint = document("inspect", base_folder)
     assert checkpoint["fingerprint"] == told["base"]["fingerprint"]
@@ -259,7 +259,7 @@ def test_lora_tells_what_it_loses_and_what_cannot_travel(base_folder, finetuned_
         ("merge", "{base}", "{base}", "--out", "{tmp}/out", "--weights", "1,2"),
         ("merge", "{base}", "{base}", "--out", "{base}"),
         ("export", "{tmp}/gone", "{base}", "--family", "{tmp}/out", "--name", "v"),
-        ("export", "{base}", "{base}", "--family", "{tmp}/out", "--name", "v", "--planes", "9"),
+        ("export", "{base}", "{base}", "--family", "{tmp}/out", "--name", "v", "--encoding", "9"),
         ("restore", "{tmp}/gone", "v", "--out", "{tmp}/out"),
         ("inspect", "{tmp}/gone"),
         ("verify", "{tmp}/gone"),

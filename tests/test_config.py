@@ -152,9 +152,9 @@ def test_bad_variant_names(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"planes": 0}, r"planes=0: must be in 1\.\.4"),
-        ({"planes": 5}, r"planes=5: must be in 1\.\.4"),
-        ({"scale": "col"}, "'row', 'matrix'"),
+        ({"encoding": "col"}, "encoding 'col': use row"),
+        ({"encoding": "row-x5"}, "encoding 'row-x5': use row"),
+        ({"encoding": None}, "encoding None: use row"),
         ({"family": ""}, "family"),
     ],
 )

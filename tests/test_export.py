@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from soupkit import blocks
-from soupkit.bitdelta import decode, encode, residual_energy
+from soupkit import blocks, signs
 from soupkit.bundle import open_family, open_variant
 from soupkit.checkpoint import open_checkpoint
+from soupkit.encoding import Encoding, decode, encode, residual_energy
 from soupkit.errors import BundleError, CheckpointError, MergeError
 from soupkit.export import export_variant
 from soupkit.files import PENDING_PREFIX
@@ -32,6 +32,26 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 GATE, NORM = "model.layers.0.mlp.gate_proj.weight", "model.norm.weight"
 KEYS = "model.layers.0.self_attn.k_proj.weight"
 ROOT = Path(__file__).resolve().parents[1]
+
+ENCODINGS = [
+    "row",
+    "matrix",
+    "column",
+    "rank1",
+    "row-x3",
+    "matrix-x2",
+    "row-x2-refit",
+    "sparse",
+    "lowrank-3",
+    "lowrank-2+row",
+    "row+lowrank-2",
+    "lowrank-2+rank1",
+    "matrix-x2-refit+lowrank-1",
+]
+
+
+def equal_parts(one, other) -> bool:
+    return len(one.parts) == len(other.parts) and all(map(torch.equal, one.parts, other.parts))
 
 
 def export(base: Path, finetuned: Path, family: Path, name: str = "v", **options):
@@ -48,10 +68,9 @@ def kinds(report) -> dict[str, str]:
     return {entry.name: entry.kind for entry in report.entries}
 
 
-@pytest.mark.parametrize("scale", ["row", "matrix"])
-@pytest.mark.parametrize("planes", [1, 3])
-def test_signs_are_those_of_the_delta(base_folder, finetuned_folder, tmp_path, scale, planes):
-    report = export(base_folder, finetuned_folder, tmp_path / "f", scale=scale, planes=planes)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_what_is_stored_is_the_encoded_delta(base_folder, finetuned_folder, tmp_path, encoding):
+    report = export(base_folder, finetuned_folder, tmp_path / "f", encoding=encoding)
     loaded = load(tmp_path / "f")
     base = load_file(base_folder / "model.safetensors")
     finetuned = load_file(finetuned_folder / "model.safetensors")
@@ -62,28 +81,34 @@ def test_signs_are_those_of_the_delta(base_folder, finetuned_folder, tmp_path, s
         if delta.ndim == 1:
             assert torch.equal(loaded.raw[entry.name], finetuned[entry.name])
             continue
-        wanted = encode(delta, scale=scale, planes=planes)
-        found = loaded.signs[entry.name]
-        assert torch.equal(found.signs, wanted.signs)
-        assert torch.equal(found.scale, wanted.scale)
+        wanted = encode(delta, Encoding.parse(encoding))
+        assert equal_parts(loaded.deltas[entry.name], wanted)
         assert entry.residual_energy == pytest.approx(residual_energy(delta, wanted), abs=1e-6)
-    assert set(loaded.signs) | set(loaded.raw) | {HEAD} == {one.name for one in report.entries}
+        assert (entry.encoding, entry.rank, entry.planes) == (encoding, wanted.rank, wanted.planes)
+        assert entry.bytes == wanted.nbytes
+    assert set(loaded.deltas) | set(loaded.raw) | {HEAD} == {one.name for one in report.entries}
     assert report.digest == loaded.digest
 
 
 @pytest.mark.parametrize("rows", [1, 7])
 def test_blocks_of_rows_change_nothing(base_folder, finetuned_folder, tmp_path, monkeypatch, rows):
-    whole = export(base_folder, finetuned_folder, tmp_path / "f", "whole", planes=2)
-    matrix = export(base_folder, finetuned_folder, tmp_path / "f", "m", scale="matrix", planes=2)
-    monkeypatch.setattr(blocks, "BLOCK_ENTRIES", rows * 24)
-    cut = export(base_folder, finetuned_folder, tmp_path / "f", "cut", planes=2)
-    assert cut.digest == whole.digest
-    export(base_folder, finetuned_folder, tmp_path / "f", "mcut", scale="matrix", planes=2)
-    one, other = load(tmp_path / "f", "m"), load(tmp_path / "f", "mcut")
-    for name, signs in one.signs.items():
-        torch.testing.assert_close(other.signs[name].scale, signs.scale, rtol=1e-5, atol=0)
-        torch.testing.assert_close(decode(other.signs[name]), decode(signs), rtol=1e-4, atol=1e-5)
-    assert matrix.bytes["scales"] < whole.bytes["scales"]
+    def exported(name, encoding):
+        report = export(base_folder, finetuned_folder, tmp_path / "f", name, encoding=encoding)
+        return report, load(tmp_path / "f", name).deltas
+
+    encodings = [*ENCODINGS, "column-x2-refit"]
+    whole = [exported(f"whole-{number}", one) for number, one in enumerate(encodings)]
+    for module in (blocks, signs):
+        for name in ("BLOCK_ENTRIES", "_BLOCK_ENTRIES"):
+            monkeypatch.setattr(module, name, rows * 24, raising=False)
+    for number, encoding in enumerate(encodings):
+        (before, one), (after, other) = whole[number], exported(f"cut-{number}", encoding)
+        if encoding in ("row", "row-x3", "row-x2-refit", "sparse", "lowrank-3"):
+            assert before.digest == after.digest
+        for name, delta in one.items():
+            torch.testing.assert_close(decode(other[name]), decode(delta), rtol=1e-4, atol=1e-5)
+        for entry, cut in zip(before.entries, after.entries, strict=True):
+            assert cut.residual_energy == pytest.approx(entry.residual_energy, rel=1e-4)
 
 
 def test_unchanged_parameters_store_nothing(base_folder, make_finetune, tmp_path):
@@ -126,17 +151,29 @@ def test_sharded_and_single_fine_tunes_have_one_digest(
 
 
 def test_bytes_are_itemised_to_the_last_one(base_folder, finetuned_folder, tmp_path):
-    report = export(base_folder, finetuned_folder, tmp_path / "f", companions=finetuned_folder)
+    report = export(
+        base_folder,
+        finetuned_folder,
+        tmp_path / "f",
+        companions=finetuned_folder,
+        encoding="lowrank-2+rank1",
+    )
     sizes = report.bytes
     on_disk = sum(path.stat().st_size for path in report.path.iterdir())
     assert sizes["total"] == on_disk
-    assert sum(sizes[key] for key in ("signs", "scales", "raw", "other")) == on_disk
+    assert sum(sizes[key] for key in ("signs", "scales", "factors", "raw", "other")) == on_disk
     assert sizes["weights"] == (report.path / "variant.safetensors").stat().st_size
     stored = load_file(report.path / "variant.safetensors")
-    for key, suffix in (("signs", ".sign"), ("scales", ".scale"), ("raw", ".raw")):
+    for key, suffixes in (
+        ("signs", ".sign"),
+        ("scales", (".scale", ".column")),
+        ("factors", (".up", ".down")),
+        ("raw", ".raw"),
+    ):
         assert sizes[key] == sum(
-            one.nbytes for name, one in stored.items() if name.endswith(suffix)
+            one.nbytes for name, one in stored.items() if name.endswith(suffixes)
         )
+        assert sizes[key] > 0
     unique = load_file(finetuned_folder / "model.safetensors").values()
     assert report.model_bf16_bytes == 2 * sum(one.numel() for one in unique)
 
@@ -154,7 +191,7 @@ def test_smollm2_with_a_changed_embedding_is_a_fifteenth_of_its_bfloat16_bytes()
         shapes |= {f"{path}{one}_layernorm.weight": (576,) for one in ("input", "post_attention")}
     entries = [
         TensorEntry(
-            name, "raw" if len(shape) == 1 else "sign", shape, "BF16", len(shape) - 1, "row"
+            name, "raw" if len(shape) == 1 else "delta", shape, "BF16", len(shape) - 1, "row"
         )
         for name, shape in shapes.items()
     ]
@@ -174,10 +211,10 @@ def test_untied_head_is_a_delta_to_the_tied_matrix(base_folder, make_finetune, t
         tmp_path / "ft", base_folder, edit=edit, config={"tie_word_embeddings": False}
     )
     report = export(base_folder, finetuned, tmp_path / "f", companions=finetuned)
-    assert kinds(report)[HEAD] == "sign"
+    assert kinds(report)[HEAD] == "delta"
     base = load_file(base_folder / "model.safetensors")
-    wanted = encode(load_file(finetuned / "model.safetensors")[HEAD] - base[EMBEDDING])
-    assert torch.equal(load(tmp_path / "f").signs[HEAD].signs, wanted.signs)
+    delta = load_file(finetuned / "model.safetensors")[HEAD] - base[EMBEDDING]
+    assert equal_parts(load(tmp_path / "f").deltas[HEAD], encode(delta, Encoding()))
     config = json.loads((report.path / "config.json").read_text())
     assert config["tie_word_embeddings"] is False
 
@@ -189,7 +226,7 @@ def test_kept_tie_is_recorded_and_a_new_tie_is_a_delta(make_llama, base_folder, 
     assert (alias.name, alias.source, alias.shape) == (HEAD, EMBEDDING, (99, 24))
     untied = make_llama(tmp_path / "untied", tied=False)
     report = export(untied, base_folder, tmp_path / "g")
-    assert kinds(report)[HEAD] == "sign"
+    assert kinds(report)[HEAD] == "delta"
 
 
 def test_resized_vocabulary_is_stored_whole(base_folder, make_finetune, tmp_path):
@@ -257,12 +294,12 @@ def test_base_that_is_not_finite_is_named(make_llama, make_finetune, tmp_path):
         export(base, tmp_path / "whole", tmp_path / "f")
 
 
-@pytest.mark.parametrize("scale", ["row", "matrix"])
+@pytest.mark.parametrize("encoding", ["row", "matrix", "lowrank-3+row", "raw"])
 @pytest.mark.parametrize(
     ("name", "index"), [("a.weight", (33, 4)), ("experts.up", (3, 2, 1)), ("bias", (333,))]
 )
 def test_index_of_what_is_not_finite_is_that_of_the_whole_tensor(
-    tmp_path, monkeypatch, name, index, scale
+    tmp_path, monkeypatch, name, index, encoding
 ):
     monkeypatch.setattr(blocks, "BLOCK_ENTRIES", 64)
     shapes = {"a.weight": (50, 20), "experts.up": (5, 6, 10), "bias": (500,)}
@@ -275,7 +312,7 @@ def test_index_of_what_is_not_finite_is_that_of_the_whole_tensor(
         save_file(tensors, folder / "model.safetensors")
     told = re.escape(f"{name}: nan at index {index} of shape {shapes[name]};")
     with pytest.raises(MergeError, match=told):
-        export(base, finetuned, tmp_path / "f", scale=scale)
+        export(base, finetuned, tmp_path / "f", encoding=encoding)
     with pytest.raises(MergeError, match=told):
         merge_checkpoints(
             open_checkpoint(base),
@@ -306,7 +343,7 @@ def test_float8_travels(tmp_path):
         folder.mkdir()
         save_file(tensors, folder / "model.safetensors")
     report = export(base, finetuned, tmp_path / "f")
-    assert kinds(report) == {"same.weight": "same", "a.weight": "sign", "bias": "raw"}
+    assert kinds(report) == {"same.weight": "same", "a.weight": "delta", "bias": "raw"}
     merge_checkpoints(
         open_checkpoint(base),
         [open_checkpoint(finetuned)],
@@ -369,17 +406,19 @@ def test_other_layouts_and_odd_shapes_travel(tmp_path):
         return tmp_path / folder
 
     base, finetuned = model("base", 0), model("ft", 1)
-    report = export(base, finetuned, tmp_path / "f", scale="matrix")
+    report = export(base, finetuned, tmp_path / "f", encoding="matrix")
     loaded = load(tmp_path / "f")
-    assert loaded.signs["experts.up_proj"].scale.shape == (1, 12)
-    assert loaded.signs["expert.up_proj"].scale.shape == (1, 4)
-    assert loaded.signs["conv.weight"].signs.shape == (1, 5, 2)
+    assert loaded.deltas["experts.up_proj"].scale.shape == (1, 12)
+    assert loaded.deltas["expert.up_proj"].scale.shape == (1, 4)
+    assert loaded.deltas["conv.weight"].packed.shape == (1, 5, 2)
+    # One bit and a scale would be larger.
+    assert kinds(report)["one.weight"] == "raw"
     assert loaded.raw["count"].item() == 1
     assert kinds(report)["empty.weight"] == "same"
     assert kinds(report)["scalar"] == "raw"
     delta = [load_file(one / "model.safetensors")["experts.up_proj"] for one in (finetuned, base)]
     means = (delta[0] - delta[1]).abs().mean(dim=(1, 2)).repeat_interleave(4)
-    torch.testing.assert_close(loaded.signs["experts.up_proj"].scale[0], means)
+    torch.testing.assert_close(loaded.deltas["experts.up_proj"].scale[0], means)
 
 
 def test_companions_are_kept_byte_for_byte_where_they_differ(base_folder, make_finetune, tmp_path):
@@ -428,7 +467,16 @@ def test_progress_counts_every_entry_once(base_folder, finetuned_folder, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "options", [{"name": "base"}, {"name": "a/b"}, {"planes": 0}, {"planes": 5}, {"scale": "col"}]
+    "options",
+    [
+        {"name": "base"},
+        {"name": "a/b"},
+        {"encoding": "row-x5"},
+        {"encoding": ""},
+        {"encodings": {GATE: "col"}},
+        {"encodings": {"gone.weight": "row"}},
+        {"encodings": {HEAD: "row"}},
+    ],
 )
 def test_bad_arguments_are_refused_before_anything_is_made(base_folder, tmp_path, options):
     with pytest.raises(ValueError, match=str(next(iter(options)))):
@@ -449,10 +497,10 @@ def test_replacing_leaves_one_folder_and_the_new_content(base_folder, finetuned_
     family = tmp_path / "f"
     first = export(base_folder, finetuned_folder, family)
     assert (first.replaced, first.path.name) == (False, "v")
-    second = export(base_folder, finetuned_folder, family, planes=2)
+    second = export(base_folder, finetuned_folder, family, encoding="row-x2")
     assert second.replaced
     assert second.path.name == f"v@{second.digest[7:15]}"
-    third = export(base_folder, finetuned_folder, family, planes=2)
+    third = export(base_folder, finetuned_folder, family, encoding="row-x2")
     assert third.path.name == "v"
     assert [path.name for path in (family / "variants").iterdir()] == ["v"]
     assert load(family).digest == third.digest == second.digest
@@ -688,8 +736,8 @@ def watch():
 threading.Thread(target=watch, daemon=True).start()
 base, finetuned = open_checkpoint({base!r}), open_checkpoint({finetuned!r})
 started = anonymous()
-for scale, planes in (("row", 1), ("matrix", 2)):
-    export_variant(base, finetuned, family={family!r}, name=scale, scale=scale, planes=planes)
+for encoding in ("row", "matrix-x2", "rank1", "column-x2-refit", "sparse"):
+    export_variant(base, finetuned, family={family!r}, name=encoding, encoding=encoding)
 merge_checkpoints(base, [finetuned, finetuned], out={out!r}, rule=MergeRule("mean"))
 print(peak[0] - started)
 """

@@ -1,4 +1,4 @@
-"""Promises of soupkit.restore: W_base + sum scale * sign, loadable by transformers."""
+"""Promises of soupkit.restore: W_base + delta, loadable by transformers."""
 
 import json
 import math
@@ -58,9 +58,11 @@ def logits(folder, **options):
         return model(TOKENS).logits
 
 
-@pytest.mark.parametrize("planes", [1, 2])
-def test_logits_are_those_of_the_definition(base_folder, finetuned_folder, tmp_path, planes):
-    export(base_folder, finetuned_folder, tmp_path / "f", planes=planes)
+@pytest.mark.parametrize(("encoding", "planes"), [("row", 1), ("row-x2", 2)])
+def test_logits_are_those_of_the_definition(
+    base_folder, finetuned_folder, tmp_path, encoding, planes
+):
+    export(base_folder, finetuned_folder, tmp_path / "f", encoding=encoding)
     report = restore(tmp_path / "f", "v", out=tmp_path / "dense")
     wanted = oracle(base_folder, finetuned_folder, planes=planes)
     found = load_file(tmp_path / "dense" / "model.safetensors")
@@ -230,7 +232,7 @@ def test_variant_of_another_export_or_base_is_refused(
     make_llama, base_folder, finetuned_folder, tmp_path
 ):
     export(base_folder, finetuned_folder, tmp_path / "f")
-    export(base_folder, finetuned_folder, tmp_path / "g", planes=2)
+    export(base_folder, finetuned_folder, tmp_path / "g", encoding="row-x2")
     other = make_llama(tmp_path / "other", seed=4)
     export(other, finetuned_folder, tmp_path / "h")
     for family in ("g", "h"):

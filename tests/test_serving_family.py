@@ -107,9 +107,7 @@ def test_a_variant_exported_while_serving_appears_and_a_new_version_replaces_it(
             return answer.choices[0].text
 
         for seed in (8, 9):
-            add_to_family(
-                root, "fresh", lambda name: "_proj" in name, scale="row", planes=1, seed=seed
-            )
+            add_to_family(root, "fresh", lambda name: "_proj" in name, encoding="row", seed=seed)
             ids = TOKENIZER("q")["input_ids"]
             expected = TOKENIZER.decode(
                 greedy(dense(root, "fresh"), ids, 10), skip_special_tokens=True
@@ -221,8 +219,8 @@ def test_a_variant_named_like_the_bases_folder_is_never_answered_by_the_base(
 
         plain = ask("tiny")
         assert plain == ask("base")
-        moved, scale, planes = VARIANTS["linear"]
-        add_to_family(root, "tiny", moved, scale=scale, planes=planes, seed=5)
+        moved, encoding = VARIANTS["linear"]
+        add_to_family(root, "tiny", moved, encoding=encoding, seed=5)
         expected = greedy(dense(root, "tiny"), TOKENIZER("q")["input_ids"], 10)
         assert ask("tiny") == TOKENIZER.decode(expected, skip_special_tokens=True)
         assert ask("base") == plain

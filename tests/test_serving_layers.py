@@ -19,7 +19,7 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from soupkit.bitdelta import decode_tensor, encode_tensor
+from soupkit.encoding import Encoding, decode, encode
 from soupkit.errors import ServingError
 from soupkit.serving import patches
 from soupkit.serving.layers import VariantBank, ties
@@ -53,7 +53,7 @@ def load_all(bank: VariantBank, root: Path) -> dict[str, int]:
     slots = {name: slot for slot, name in enumerate(VARIANTS)}
     for name, slot in slots.items():
         variant = load_variant(root, name)
-        bank.load(slot, variant.signs, variant.raw, **ties(variant.manifest))
+        bank.load(slot, variant.deltas, variant.raw, **ties(variant.manifest))
     return slots
 
 
@@ -112,11 +112,11 @@ def test_rows_of_one_batch_do_not_see_each_other(root: Path, served: Any) -> Non
 def test_an_occupied_slot_is_never_overwritten(root: Path, served: Any) -> None:
     bank = bank_of(served)
     variant = load_variant(root, "linear")
-    bank.load(0, variant.signs, variant.raw)
+    bank.load(0, variant.deltas, variant.raw)
     with pytest.raises(ValueError, match="slot 0 is occupied"):
-        bank.load(0, variant.signs, variant.raw)
+        bank.load(0, variant.deltas, variant.raw)
     bank.free(0)
-    bank.load(0, variant.signs, variant.raw)
+    bank.load(0, variant.deltas, variant.raw)
     with pytest.raises(ValueError, match="slot 7 is empty"):
         bank.free(7)
 
@@ -136,16 +136,15 @@ def test_slots_of_the_arenas_are_those_of_the_bank(root: Path, served: Any) -> N
     arenas, stored = arenas_of(bank), 0
     for name, slot in slots.items():
         variant = load_variant(root, name)
-        stored += sum(sign.signs.nbytes for sign in variant.signs.values())
+        stored += sum(delta.nbytes for delta in variant.deltas.values())
         for module_name, arena in arenas.items():
-            sign = variant.signs.get(f"{module_name}.weight")
-            if sign is None and module_name == "lm_head":
+            given = variant.deltas.get(f"{module_name}.weight")
+            if given is None and module_name == "lm_head":
                 continue  # it may be tied
             delta = arena.delta(slot)
-            assert (delta is None) == (sign is None)
-            if delta is not None and sign is not None:
-                assert delta.packed is not None
-                assert torch.equal(delta.packed, sign.signs)
+            assert (delta is None) == (given is None)
+            if delta is not None and given is not None:
+                assert torch.equal(decode(delta), decode(given))
     assert bank.arena_bytes == sum(arena.data.nbytes for arena in arenas.values()) >= stored
     bank.free(slots["matrix"])
     for arena in arenas.values():
@@ -160,7 +159,7 @@ def test_a_variant_in_another_s_slot_is_itself(root: Path, served: Any) -> None:
     bank, ids = bank_of(served), torch.randint(5, 200, (1, 11))
     for name in ("matrix", "linear", "embed", "norms", "matrix"):
         variant = load_variant(root, name)
-        bank.load(0, variant.signs, variant.raw, **ties(variant.manifest))
+        bank.load(0, variant.deltas, variant.raw, **ties(variant.manifest))
         bank.set_batch([0] * 11, [0] * 11)
         expected = dense(root, name)(input_ids=ids).logits
         torch.testing.assert_close(served(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
@@ -195,13 +194,13 @@ def test_larger_variants_may_come_in_the_middle_of_a_batch(root: Path, served: A
     """More planes and more slots than the batch's plan was made for."""
     bank, ids = bank_of(served), torch.randint(5, 200, (1, 13))
     linear = load_variant(root, "linear")
-    bank.load(0, linear.signs, linear.raw, **ties(linear.manifest))
+    bank.load(0, linear.deltas, linear.raw, **ties(linear.manifest))
     bank.set_batch([0, -1] * 6 + [0], [0])
     layer = served.model.layers[0].mlp
     x = torch.randn(1, 13, served.config.hidden_size)
     before = layer(x)
     matrix = load_variant(root, "matrix")
-    bank.load(5, matrix.signs, matrix.raw, **ties(matrix.manifest))
+    bank.load(5, matrix.deltas, matrix.raw, **ties(matrix.manifest))
     torch.testing.assert_close(layer(x), before)
     assert {arena.slots for arena in arenas_of(bank).values()} == {6}
     bank.set_batch([5] * 13, [5] * 13)
@@ -212,7 +211,7 @@ def test_larger_variants_may_come_in_the_middle_of_a_batch(root: Path, served: A
 def test_forwards_on_another_thread_never_see_half_an_arena(root: Path, served: Any) -> None:
     bank, ids = bank_of(served), torch.randint(5, 200, (1, 7))
     linear, matrix = load_variant(root, "linear"), load_variant(root, "matrix")
-    bank.load(0, linear.signs, linear.raw, **ties(linear.manifest))
+    bank.load(0, linear.deltas, linear.raw, **ties(linear.manifest))
     done, wrong = threading.Event(), []
 
     @torch.no_grad()
@@ -228,9 +227,9 @@ def test_forwards_on_another_thread_never_see_half_an_arena(root: Path, served: 
     thread = threading.Thread(target=generate)
     thread.start()
     for slot in (1, 2, 4, 7):
-        bank.load(slot, matrix.signs, matrix.raw, **ties(matrix.manifest))
+        bank.load(slot, matrix.deltas, matrix.raw, **ties(matrix.manifest))
         bank.free(slot)
-        bank.load(slot, linear.signs, linear.raw, **ties(linear.manifest))
+        bank.load(slot, linear.deltas, linear.raw, **ties(linear.manifest))
     done.set()
     thread.join(60)
     assert not thread.is_alive()
@@ -257,25 +256,25 @@ def test_a_load_that_fails_half_way_leaves_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(DeltaArena, "put", failing)
         with pytest.raises(MemoryError):
-            bank.load(0, variant.signs, variant.raw, **ties(variant.manifest))
+            bank.load(0, variant.deltas, variant.raw, **ties(variant.manifest))
     assert bank.slots == frozenset()
     assert all(arena.is_empty(0) for arena in arenas_of(bank).values())
     bank.set_batch([-1] * 9, [-1] * 9)
     assert torch.equal(served(input_ids=ids).logits, plain)
-    bank.load(0, variant.signs, variant.raw, **ties(variant.manifest))
+    bank.load(0, variant.deltas, variant.raw, **ties(variant.manifest))
     bank.set_batch([0] * 9, [0] * 9)
     expected = dense(root, "matrix")(input_ids=ids).logits
     torch.testing.assert_close(served(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def sign_of(name: str, shape: tuple[int, ...]) -> Any:
-    return encode_tensor(name, torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+def delta_of(shape: tuple[int, ...]) -> Any:
+    return encode(torch.randn(shape, generator=torch.Generator().manual_seed(1)), Encoding())
 
 
 def test_what_cannot_act_is_refused_by_name_and_changes_nothing(served: Any) -> None:
     bank = bank_of(served)
     hidden = served.config.hidden_size
-    good = {"model.layers.0.self_attn.q_proj.weight": sign_of("w", (40, hidden))}
+    good = {"model.layers.0.self_attn.q_proj.weight": delta_of((40, hidden))}
     bad_vocabulary = {"model.embed_tokens.weight": torch.zeros(999, hidden)}
     with pytest.raises(ServingError, match=r"model\.embed_tokens\.weight.*vocabulary"):
         bank.load(0, good, bad_vocabulary)
@@ -285,7 +284,7 @@ def test_what_cannot_act_is_refused_by_name_and_changes_nothing(served: Any) -> 
         bank.load(0, {**good, "nowhere.weight": good[next(iter(good))]}, {})
     name = "model.layers.1.mlp.down_proj.weight"
     with pytest.raises(ServingError, match=f"{name}.*stored shape"):
-        bank.load(0, {**good, name: sign_of("w", (3, 4))}, {})
+        bank.load(0, {**good, name: delta_of((3, 4))}, {})
     assert bank.slots == frozenset()
     assert all("forward" not in module.__dict__ for module in served.modules())
 
@@ -296,18 +295,16 @@ def test_a_variant_that_unties_the_head_acts_apart(tmp_path: Path) -> None:
     reference = dense(root, None)
     embed, head = "model.embed_tokens.weight", "lm_head.weight"
     shape = tuple(model.get_parameter(embed).shape)
-    signs = {embed: sign_of("e", shape), head: encode_tensor(head, torch.randn(shape))}
+    deltas = {embed: delta_of(shape), head: encode(torch.randn(shape), Encoding())}
     bank = bank_of(model)
-    bank.load(0, signs, {}, own=frozenset({embed, head}))
+    bank.load(0, deltas, {}, own=frozenset({embed, head}))
     bank.set_batch([0] * 5, [0] * 5)
     with torch.no_grad():
         ids = torch.tensor([[7, 8, 9, 10, 11]])
         got = model(input_ids=ids).logits
         old = reference.get_parameter(embed).detach()
-        reference.lm_head.weight = nn.Parameter(old + decode_tensor(head, signs[head], shape))
-        reference.model.embed_tokens.weight = nn.Parameter(
-            old + decode_tensor(embed, signs[embed], shape)
-        )
+        reference.lm_head.weight = nn.Parameter(old + decode(deltas[head]))
+        reference.model.embed_tokens.weight = nn.Parameter(old + decode(deltas[embed]))
         torch.testing.assert_close(got, reference(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
 
 
@@ -338,15 +335,15 @@ def test_embeddings_that_scale_and_norms_after_a_transpose_work() -> None:
     reference = Gemma3ForCausalLM(config).eval()
     reference.load_state_dict(model.state_dict())
     bank = bank_of(model)
-    signs, raw = {}, {}
+    deltas, raw = {}, {}
     for name, parameter in reference.named_parameters():
         if parameter.ndim == 1:
             raw[name] = parameter + 0.3 * torch.randn_like(parameter)
             parameter.copy_(raw[name])
         else:
-            signs[name] = encode_tensor(name, 0.1 * torch.randn(parameter.shape))
-            parameter.add_(decode_tensor(name, signs[name], parameter.shape))
-    bank.load(4, signs, raw)
+            deltas[name] = encode(0.1 * torch.randn(parameter.shape), Encoding())
+            parameter.add_(decode(deltas[name]))
+    bank.load(4, deltas, raw)
     bank.set_batch([4] * 12, [4] * 12)
     ids = torch.randint(1, 64, (1, 12))
     torch.testing.assert_close(
@@ -384,7 +381,7 @@ def test_a_conv1d_of_gpt2_is_refused_by_name() -> None:
     )
     name = "transformer.h.0.attn.c_attn.weight"
     with pytest.raises(ServingError, match=rf"{name}.*not in Conv1D"):
-        bank_of(model.eval()).load(0, {name: sign_of("w", (16, 48))}, {})
+        bank_of(model.eval()).load(0, {name: delta_of((16, 48))}, {})
 
 
 @torch.no_grad()
@@ -404,12 +401,12 @@ def test_raw_matrices_and_biases_act_per_row() -> None:
     weight, bias = torch.randn(5, 6), torch.randn(5)
     bank.load(0, {}, {"body.1.weight": weight})
     bank.load(1, {}, {"body.1.bias": bias})
-    bank.load(2, {"body.1.weight": sign_of("w", (5, 6))}, {"body.1.bias": bias})
+    bank.load(2, {"body.1.weight": delta_of((5, 6))}, {"body.1.bias": bias})
     ids = torch.tensor([[3, 4, 5, 6, 7]])
     bank.set_batch([0, 1, 2, -1, 0], [0, 1, 2, -1, 0])
     x = layer[0].weight[ids[0]]
     old, b = layer[1].weight, layer[1].bias
-    signed = old + decode_tensor("w", sign_of("w", (5, 6)), (5, 6))
+    signed = old + decode(delta_of((5, 6)))
     expected = torch.stack(
         [
             weight @ x[0] + b,

@@ -33,7 +33,7 @@ def test_a_batch_of_all_variants_equals_the_dense_models(
     names = [*VARIANTS, None]
     for slot, name in enumerate(VARIANTS):
         variant = load_variant(root, name)
-        bank.load(slot, variant.signs, variant.raw, **ties(variant.manifest))
+        bank.load(slot, variant.deltas, variant.raw, **ties(variant.manifest))
     # One variant a sequence: attention then mixes none.
     ids = torch.randint(5, 200, (1, 7), generator=torch.Generator().manual_seed(0))
     for slot, name in zip([*range(len(VARIANTS)), -1], names, strict=True):

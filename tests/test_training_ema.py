@@ -53,7 +53,9 @@ def test_the_average_is_exported_and_training_never_sees_it(base, tmp_path, ever
     noting = Noting()
     make_trainer(base, tmp_path / "plain", [noting]).train()
     config = SoupConfig(method="ema", ema_decay=0.8, ema_every_n_steps=every, gate="none")
-    callback = SoupCallback(config, export=ExportConfig(family=tmp_path / "f", name="x", planes=4))
+    callback = SoupCallback(
+        config, export=ExportConfig(family=tmp_path / "f", name="x", encoding="row-x4")
+    )
     watched = Noting()
     run = make_trainer(base, tmp_path / "run", [callback, watched])
     averages = {}

@@ -368,7 +368,7 @@ def test_an_encoder_with_tied_weight_and_bias(tmp_path):
     assert "bert.embeddings.word_embeddings.weight" in names
     assert not [name for name in names if name.startswith("cls.predictions.decoder")]
     assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
-    soup.finish(export=ExportConfig(family=tmp_path / "family", name="bert", planes=4))
+    soup.finish(export=ExportConfig(family=tmp_path / "family", name="bert", encoding="row-x4"))
     assert verify_family(tmp_path / "family") == []
     restore(tmp_path / "family", "bert", out=tmp_path / "dense")
     again = BertForMaskedLM.from_pretrained(tmp_path / "dense").eval()

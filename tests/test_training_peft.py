@@ -68,7 +68,7 @@ def test_a_merge_is_the_mean_of_the_deltas_not_of_the_factors(base, tmp_path):
 
 
 def test_the_export_is_what_merge_and_unload_gives(base, tmp_path):
-    export = ExportConfig(family=tmp_path / "family", name="adapter", planes=4)
+    export = ExportConfig(family=tmp_path / "family", name="adapter", encoding="row-x4")
     run = trainer(base, tmp_path / "run", SoupCallback(CONFIG, export=export))
     run.train()
     restored = restore(tmp_path / "family", "adapter", out=tmp_path / "dense", base=base)

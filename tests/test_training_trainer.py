@@ -267,7 +267,7 @@ def test_a_side_soup_is_exported_only_if_it_beats_the_end_of_the_run(
 ):
     """Between the last merge point and the end of training lies a lot of training."""
     config = SoupConfig(merge_every_n_steps=2, stop_after_step=4, rank=3, feed_back=False)
-    export = ExportConfig(family=tmp_path / "family", name="x", planes=4)
+    export = ExportConfig(family=tmp_path / "family", name="x", encoding="row-x4")
     trainer = make_trainer(
         base, tmp_path / "run", [SoupCallback(config, export=export)], learning_rate=rate
     )

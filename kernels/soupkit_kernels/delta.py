@@ -80,6 +80,11 @@ class Delta:
         """R, 0 without a low-rank part."""
         return 0 if self.up is None else self.up.shape[1]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
     def narrow(self, axis: int, start: int, length: int) -> Delta:
         """Rows (axis 0) or columns (axis 1) from `start` on: a tensor-parallel shard.
 

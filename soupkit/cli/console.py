@@ -32,13 +32,6 @@ class Method(str, Enum):
     mean = "mean"
 
 
-class Scale(str, Enum):
-    """Scale axes."""
-
-    row = "row"
-    matrix = "matrix"
-
-
 class Dtype(str, Enum):
     """Floating dtypes of dense models."""
 
@@ -212,15 +205,16 @@ def _print_family(console: Console, document: dict[str, Any]) -> None:
         console.print("no variants yet")
         return
     name_column = Column("variant", overflow="fold")
-    table = Table(name_column, "signs", "scales", "raw", "total", "of bf16", "lost energy")
+    parts = ("signs", "scales", "factors", "raw", "total")
+    table = Table(name_column, *parts, "of bf16", "lost energy")
     for name, variant in document["variants"].items():
         if "fault" in variant:
             table.add_row(name, "damaged")
             continue
         sizes = variant["bytes"]
         share = sizes["weights"] / max(1, variant["model_bf16_bytes"])
-        parts = [size_of(sizes[key]) for key in ("signs", "scales", "raw", "total")]
-        table.add_row(name, *parts, f"{share:.2%}", f"{_mean_lost(variant['tensors']):.3f}")
+        told = [size_of(sizes[part]) for part in parts]
+        table.add_row(name, *told, f"{share:.2%}", f"{_mean_lost(variant['tensors']):.3f}")
     console.print(table)
     for name, variant in document["variants"].items():
         if "fault" in variant:
@@ -230,8 +224,8 @@ def _print_family(console: Console, document: dict[str, Any]) -> None:
 
 
 def _mean_lost(tensors: list[dict[str, Any]]) -> float:
-    """Mean relative residual energy of the tensors stored as signs."""
-    lost = [entry["residual_energy"] for entry in tensors if entry["kind"] == "sign"]
+    """Mean relative residual energy of the tensors stored as deltas."""
+    lost = [entry["residual_energy"] for entry in tensors if entry["kind"] == "delta"]
     return sum(lost) / len(lost) if lost else 0.0
 
 
@@ -240,17 +234,15 @@ def _print_variant(console: Console, document: dict[str, Any]) -> None:
         f"variant {document['name']} {document['digest']}", highlight=False, soft_wrap=True
     )
     named = (Column(title, overflow="fold") for title in ("tensor", "kind"))
-    table = Table(*named, "shape", "planes", "scale", "bytes", "lost energy")
+    table = Table(*named, "shape", "encoding", "bytes", "lost energy")
     for entry in document["tensors"]:
-        is_sign = entry["kind"] == "sign"
         table.add_row(
             entry["name"],
             f"tied to {entry['source']}" if entry["source"] else entry["kind"],
             "x".join(map(str, entry["shape"])),
-            str(entry["planes"]) if is_sign else "",
-            entry["scale_axis"] or "",
+            entry["encoding"] or "",
             size_of(entry["bytes"]),
-            f"{entry['residual_energy']:.3f}" if is_sign else "",
+            f"{entry['residual_energy']:.3f}" if entry["kind"] == "delta" else "",
         )
     console.print(table)
     for event in document["history"]:

@@ -8,7 +8,6 @@ import typer
 from soupkit.cli.app import BaseOption, FamilyPath, Json, Out, command, parse_path, torch_dtype
 from soupkit.cli.console import (
     Dtype,
-    Scale,
     export_document,
     print_inspection,
     print_json,
@@ -29,15 +28,19 @@ def export(
     name: Annotated[
         list[str] | None, typer.Option(help="Name of each variant [default: its folder's].")
     ] = None,
-    scale: Annotated[
-        Scale, typer.Option(help="A scale for each row, or one a matrix.")
-    ] = Scale.row,
-    planes: Annotated[int, typer.Option(help="Sign planes, 1 to 4.")] = 1,
+    encoding: Annotated[
+        str,
+        typer.Option(
+            help="Of every changed matrix: row, matrix, column or rank1 scales of its signs, with "
+            "-x2 to -x4 for more planes and then -refit to fit them together; lowrank-R, "
+            "lowrank-R+row, row+lowrank-R; sparse; raw."
+        ),
+    ] = "row",
     as_json: Json = False,
 ) -> None:
-    """Add fine-tunes to a family as one-bit variants of its base.
+    """Add fine-tunes to a family as variants of its base, one bit a weight unless told otherwise.
 
-    Example: soupkit export base coder-ft --family family --name coder
+    Example: soupkit export base coder-ft --family family --name coder --encoding lowrank-16+row
     """
     from soupkit.checkpoint import open_checkpoint
     from soupkit.export import export_variant
@@ -57,8 +60,7 @@ def export(
                 checkpoint,
                 family=family,
                 name=one,
-                scale=scale.value,
-                planes=planes,
+                encoding=encoding,
                 companions=checkpoint.path,
                 progress=progress,
             )

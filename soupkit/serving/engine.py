@@ -131,11 +131,11 @@ class Engine:
 
     def load(self, slot: int, variant: Any) -> None:
         """Puts a checked variant into an empty slot; see `VariantBank.load`."""
-        self._bank.load(slot, variant.signs, variant.raw, **ties(variant.manifest))
+        self._bank.load(slot, variant.deltas, variant.raw, **ties(variant.manifest))
 
     def check(self, variant: Any) -> None:
         """Raises ServingError, naming the tensor, if `load` would refuse the variant."""
-        self._bank.check(variant.signs, variant.raw, **ties(variant.manifest))
+        self._bank.check(variant.deltas, variant.raw, **ties(variant.manifest))
 
     def free(self, slot: int) -> None:
         """Empties a slot. Raises ServingError while a job still uses it."""

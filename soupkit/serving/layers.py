@@ -7,8 +7,8 @@ packed deltas from an arena of slots in each of them, any other token-wise leaf 
 it per variant on that variant's rows. The slots of a batch are one object that the engine sets
 before each forward.
 
-Tied parameters are one parameter: bits for the embedding act in a tied lm_head too. What cannot act
-per token is refused when the variant is loaded, with the tensor's name; nothing is left out
+Tied parameters are one parameter: a delta of the embedding acts in a tied lm_head too. What cannot
+act per token is refused when the variant is loaded, with the tensor's name; nothing is left out
 silently. Not here: which variants are resident (cache.py), and tensors sliced over several devices.
 """
 
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from soupkit.bitdelta import SignDelta
 from soupkit.bundle import Manifest
 from soupkit.errors import ServingError
 from soupkit_kernels import Delta
@@ -107,7 +106,7 @@ class VariantBank:
     def load(
         self,
         slot: int,
-        signs: Mapping[str, SignDelta],
+        deltas: Mapping[str, Delta],
         raw: Mapping[str, Tensor],
         *,
         own: frozenset[str] = frozenset(),
@@ -117,10 +116,10 @@ class VariantBank:
 
         Args:
             slot: >= 0, not occupied.
-            signs: parameter name -> packed delta; any device, moved to the model's.
+            deltas: parameter name -> packed delta; any device, moved to the model's.
             raw: parameter name -> whole tensor, cast to the parameter's dtype.
-            own: names that the variant stores apart though the base ties them; bits of a tied name
-                act on every owner that is not in here.
+            own: names that the variant stores apart though the base ties them; the delta of a tied
+                name acts on every owner that is not in here.
             tied: name -> the name it is the same parameter as, which the base must agree with.
 
         Raises:
@@ -129,18 +128,18 @@ class VariantBank:
         if slot in self._occupied or slot < 0:
             raise ValueError(f"slot {slot} is occupied or negative; free it first")
         entries: dict[str, Entry] = {}
-        deltas: dict[str, Delta] = {}
-        for module_name, local, value in self._resolve(signs, raw, own, tied or {}):
-            if isinstance(value, SignDelta):
-                deltas[module_name] = _as_delta(value)
+        placed: dict[str, Delta] = {}
+        for module_name, local, value in self._resolve(deltas, raw, own, tied or {}):
+            if isinstance(value, Delta):
+                placed[module_name] = value
             else:
                 like = self._parameters[_join(module_name, local)]
                 moved = value.to(device=like.device, dtype=like.dtype)
                 entries.setdefault(module_name, Entry()).raw[local] = moved
         self._build_clones(entries)
         try:
-            self._reserve(slot, deltas)
-            for module_name, delta in deltas.items():
+            self._reserve(slot, placed)
+            for module_name, delta in placed.items():
                 self._delta_patch(module_name).put(slot, delta)
             for module_name, entry in entries.items():
                 self._patch(module_name).slots[slot] = entry
@@ -185,22 +184,22 @@ class VariantBank:
 
     def check(
         self,
-        signs: Mapping[str, SignDelta],
+        deltas: Mapping[str, Delta],
         raw: Mapping[str, Tensor],
         *,
         own: frozenset[str] = frozenset(),
         tied: Mapping[str, str | None] | None = None,
     ) -> None:
         """Raises what `load` would raise about the tensors; changes and copies nothing."""
-        self._resolve(signs, raw, own, tied or {})
+        self._resolve(deltas, raw, own, tied or {})
 
     def _resolve(
         self,
-        signs: Mapping[str, SignDelta],
+        deltas: Mapping[str, Delta],
         raw: Mapping[str, Tensor],
         own: frozenset[str],
         tied: Mapping[str, str | None],
-    ) -> list[tuple[str, str, SignDelta | Tensor]]:
+    ) -> list[tuple[str, str, Delta | Tensor]]:
         """Where each tensor acts, as (module name, local parameter name, tensor), all checked."""
         own = frozenset(self._full_name(name) for name in own)
         for name, source in tied.items():
@@ -210,10 +209,10 @@ class VariantBank:
                     f"tensor {name!r}: the variant ties it to {source!r}, the base does not; "
                     "serve the restored model instead"
                 )
-        found: list[tuple[str, str, SignDelta | Tensor]] = []
-        for name, sign in signs.items():
-            places = self._places(name, own, self._check_sign, sign)
-            found += [(module_name, local, sign) for module_name, local in places]
+        found: list[tuple[str, str, Delta | Tensor]] = []
+        for name, delta in deltas.items():
+            places = self._places(name, own, self._check_delta, delta)
+            found += [(module_name, local, delta) for module_name, local in places]
         for name, tensor in raw.items():
             places = self._places(name, own, self._check_raw, tensor)
             found += [(module_name, local, tensor) for module_name, local in places]
@@ -251,16 +250,16 @@ class VariantBank:
             check(name, module_name, local, value)
         return places
 
-    def _check_sign(self, name: str, module_name: str, local: str, sign: SignDelta) -> None:
+    def _check_delta(self, name: str, module_name: str, local: str, delta: Delta) -> None:
         module = self._model.get_submodule(module_name)
         if type(module) is not nn.Linear and not isinstance(module, nn.Embedding):
             raise ServingError(
-                f"tensor {name!r}: 1-bit deltas act in nn.Linear and nn.Embedding, not in "
-                f"{type(module).__name__}; export it with that tensor excluded"
+                f"tensor {name!r}: deltas act in nn.Linear and nn.Embedding, not in "
+                f"{type(module).__name__}; store that tensor whole (raw)"
             )
         shape = tuple(self._parameters[_join(module_name, local)].shape)
-        if local != "weight" or shape != (sign.out_features, sign.in_features):
-            stored = (sign.out_features, sign.in_features)
+        stored = (delta.out_features, delta.in_features)
+        if local != "weight" or shape != stored:
             raise ServingError(f"tensor {name!r}: stored shape {stored}, the base's is {shape}")
 
     def _check_raw(self, name: str, module_name: str, local: str, tensor: Tensor) -> None:
@@ -297,10 +296,6 @@ class VariantBank:
             )
             patch.install()
         return patch
-
-
-def _as_delta(sign: SignDelta) -> Delta:
-    return Delta(sign.out_features, sign.in_features, sign.signs, sign.scale)
 
 
 def _join(module_name: str, local: str) -> str:

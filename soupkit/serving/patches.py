@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from soupkit.config import MAX_PLANES
 from soupkit.errors import ServingError
+from soupkit.forms import MAX_PLANES
 from soupkit_kernels import Delta, DeltaArena, Plan, delta_embedding, delta_linear, plan_of
 from soupkit_kernels.triton_support import why_not
 
