@@ -169,16 +169,19 @@ def _encode_signs(
     if encoding.scale != "row" or not shape[0]:
         return _encode_planes(read, shape, encoding, device)
     # Rows do not know of each other: a block is read once for all its planes.
-    parts = []
+    planes = 2 if encoding.is_sparse else encoding.planes
+    packed = torch.empty(planes, shape[0], packed_width(shape[1]), dtype=torch.uint8, device=device)
+    scale = torch.empty(planes, shape[0], device=device)
     for rows in row_blocks(shape):
         block = read(rows)
         size = (rows.stop - rows.start, shape[1])
-        parts.append(_encode_planes(block.__getitem__, size, encoding, device))
-    if len(parts) == 1:
-        return parts[0]
-    packed = [part.packed for part in parts if part.packed is not None]
-    scale = [part.scale for part in parts if part.scale is not None]
-    return Delta(*shape, torch.cat(packed, dim=1), torch.cat(scale, dim=1))
+        part = _encode_planes(block.__getitem__, size, encoding, device)
+        assert part.packed is not None
+        assert part.scale is not None
+        # Copied at once: parts kept until the end would lie between the blocks' temporaries and
+        # have the heap grow with the matrix.
+        packed[:, rows], scale[:, rows] = part.packed, part.scale
+    return Delta(*shape, packed, scale)
 
 
 def _encode_planes(

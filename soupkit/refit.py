@@ -56,23 +56,21 @@ def refit(read: Read, shape: tuple[int, int], start: Delta, *, scale: SignScale)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Codes:
-    """The nearest levels of magnitudes, as signs; groups broadcast against a block [rows, K].
+    """The nearest levels of entries, as signs.
 
     Args:
-        cuts: between the C = 2^(P-1) magnitudes a level can have, float32 [C - 1, group].
-        first: whether plane p is + at the least magnitude of a positive entry, [P, group].
-        turns: whether it turns where the magnitude passes a cut, [P, C - 1, group].
+        cuts: of each plane: magnitudes at which its sign turns, of every group; float32,
+            broadcasting against a block [rows, K]; inf where a group has no such cut.
     """
 
-    cuts: Tensor
-    first: Tensor
-    turns: Tensor
+    cuts: tuple[tuple[Tensor, ...], ...]
 
     @classmethod
     def of(cls, scales: Tensor, scale: SignScale) -> _Codes:
         """The codes of scales [P, G]."""
+        planes, groups = scales.shape
         patterns = torch.tensor(
-            [(1, *rest) for rest in itertools.product((1, -1), repeat=scales.shape[0] - 1)],
+            [(1, *rest) for rest in itertools.product((1, -1), repeat=planes - 1)],
             dtype=torch.float64,
             device=scales.device,
         )
@@ -81,24 +79,30 @@ class _Codes:
         magnitudes, order = levels.abs().sort(dim=0, stable=True)
         is_turned = levels.gather(0, order) < 0
         positive = torch.stack([(sign > 0)[order] != is_turned for sign in patterns.T])
-        groups = scales.shape[1]
+        # A plane that is - at the least magnitude turns before it, at -inf.
+        least = torch.where(positive[:, :1], math.inf, -math.inf)
+        between = (magnitudes[1:] + magnitudes[:-1]) / 2
+        turns = torch.where(positive[:, 1:] != positive[:, :-1], between, math.inf)
+        every = torch.cat([least.to(turns), turns], dim=1).float()
         shape = {"row": (groups, 1), "column": (1, groups), "matrix": (1, 1)}[scale]
-        cuts = (magnitudes[1:] + magnitudes[:-1]) / 2
-        turns = positive[:, 1:] != positive[:, :-1]
+        is_used = (every < math.inf).any(dim=2).tolist()
         return cls(
-            cuts.float().reshape(cuts.shape[0], *shape),
-            positive[:, 0].reshape(positive.shape[0], *shape),
-            turns.reshape(*turns.shape[:2], *shape),
+            tuple(
+                tuple(cut.reshape(shape) for cut, used in zip(plane, uses, strict=True) if used)
+                for plane, uses in zip(every, is_used, strict=True)
+            )
         )
 
     def signs(self, block: Tensor) -> list[Tensor]:
         """The signs of each plane for a block [rows, K], True for +."""
-        is_negative, magnitude = block < 0, block.abs()
-        signs = [is_negative != first for first in self.first]
-        for index, cut in enumerate(self.cuts):
-            is_beyond = magnitude > cut
-            for plane, turns in zip(signs, self.turns, strict=True):
-                plane ^= is_beyond & turns[index]
+        is_positive, magnitude = block >= 0, block.abs()
+        signs = []
+        for cuts in self.cuts:
+            # Comparing with a broadcast cut is cheap, an "and" with a broadcast bool is not.
+            sign = is_positive.clone()
+            for cut in cuts:
+                sign ^= magnitude > cut
+            signs.append(sign)
         return signs
 
 
@@ -138,7 +142,7 @@ def _fit(read: Read, shape: tuple[int, int], start: Tensor, scale: SignScale) ->
     error = torch.full_like(energy, math.inf)
     is_open = torch.ones_like(error, dtype=torch.bool)
     for _ in range(_ROUNDS):
-        normal = _normal(read, shape, _Codes.of(current, scale), scale)
+        normal = _normal(read, shape, current, scale)
         fresh = energy + normal.error(current)
         is_better = is_open & (fresh < error)
         is_open = is_open & (fresh < error * (1 - _WIN))
@@ -150,10 +154,10 @@ def _fit(read: Read, shape: tuple[int, int], start: Tensor, scale: SignScale) ->
     return best
 
 
-def _normal(read: Read, shape: tuple[int, int], codes: _Codes, scale: SignScale) -> _Normal:
-    """The sums over all rows for the signs that `codes` choose."""
-    axes, planes, groups = _AXES[scale], codes.first.shape[0], codes.first[0].numel()
-    moments = codes.cuts.new_zeros(planes, groups, dtype=torch.float64)
+def _normal(read: Read, shape: tuple[int, int], scales: Tensor, scale: SignScale) -> _Normal:
+    """The sums over all rows for the signs that `scales` [P, G] choose."""
+    axes, codes, (planes, groups) = _AXES[scale], _Codes.of(scales, scale), scales.shape
+    moments = scales.new_zeros(planes, groups, dtype=torch.float64)
     gram = moments.new_zeros(planes, planes, groups)
     for rows in row_blocks(shape):
         block = read(rows)
