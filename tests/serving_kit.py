@@ -40,6 +40,7 @@ VARIANTS: dict[str, tuple[Callable[[str], bool], str]] = {
     "norms": (lambda name: "_proj" in name or "norm" in name, "row"),
     "embed": (lambda name: "_proj" in name or "embed" in name, "row-x2"),
     "matrix": (lambda name: True, "matrix-x3"),
+    "rich": (lambda name: "norm" not in name, "lowrank-2+rank1-x2"),
 }
 
 

@@ -116,7 +116,9 @@ def test_a_full_key_value_cache_changes_no_answer(root: Path) -> None:
     """Sequences that no longer fit are put back and computed again."""
     engine, slots = start(root, KVPlan(kv_tokens=CONTEXT, batch_tokens=32), max_running=6)
     try:
-        asked = [(name, prompt) for name, prompt in zip(slots, prompts(5, seed=5), strict=True)]
+        asked = [
+            (name, prompt) for name, prompt in zip(slots, prompts(len(slots), seed=5), strict=True)
+        ]
         boxes = []
         for name, prompt in asked:
             boxes.append(Inbox())
