@@ -3,12 +3,15 @@
     W_ft - W_base ~ B A,   A [r, in], B [out, r],   lora_alpha = r, so that PEFT's scaling is 1
 
 Only weights of linear layers travel; norms, biases, embeddings, convolutions and experts that
-changed are named in the report. A delta of rank at most r is reproduced exactly. Format: PEFT 0.21
-(PEFT itself is only the test's oracle).
+changed are named in the report. A delta of rank at most r is reproduced exactly; of a variant that
+stores nothing but factors, they are the adapter's. Format: PEFT 0.21 (PEFT itself is only the
+test's oracle).
 """
 
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +22,18 @@ from torch import Tensor
 from soupkit.checkpoint import Checkpoint
 from soupkit.config import DEFAULT_RANK, check_count
 from soupkit.delta import TensorSource, layout, subtract
+from soupkit.encoding import decode
 from soupkit.errors import CheckpointError
 from soupkit.export import Progress
+from soupkit.family import open_base, open_family
 from soupkit.files import atomic_folder, atomic_write_json
 from soupkit.lora import Factors, factor
+from soupkit.manifest import TensorEntry
 from soupkit.numeric import squared_norm
 from soupkit.pairs import naming_the_culprit, pair_names
+from soupkit.restore import check_covers, open_intact
 from soupkit.shards import SpooledFile
+from soupkit_kernels import Delta
 
 # Relative energy below which a float32 factorisation is as good as the delta itself.
 EXACT_ENERGY = 1e-10
@@ -80,20 +88,65 @@ def export_adapter(
         FileExistsError, OSError: `out` has content, or the disk refused. Nothing stands at `out`
             then.
     """
-    if rank is not None:
-        check_count("rank", rank, least=1)
     pairs = pair_names(base, finetuned)
     done, total = 0, sum(math.prod(finetuned.shape(ours)) for ours, _ in pairs)
-    with atomic_folder(Path(out)) as folder:
+    with _building(Path(out), base, rank) as builder:
+        for ours, theirs in pairs:
+            with naming_the_culprit(ours, base, finetuned):
+                builder.add(ours, finetuned.tensor(ours), base.tensor(theirs))
+            done += math.prod(finetuned.shape(ours))
+            if progress:
+                progress(ours, done, total)
+        return builder.finish(Path(out))
+
+
+def export_variant_adapter(
+    family: str | Path,
+    name: str,
+    *,
+    out: str | Path,
+    base: str | Path | None = None,
+    rank: int | None = None,
+    progress: Progress | None = None,
+) -> AdapterReport:
+    """Write a variant of a family as a PEFT adapter to the new folder `out`.
+
+    Args:
+        base: folder or hub id of the base; None: where the family says it is.
+        rank: largest rank of a module; None: of a delta that is stored as factors alone theirs,
+            which loses nothing, otherwise as in export_adapter.
+        progress: called after each tensor with its name, entries done, entries in all.
+
+    Raises:
+        BundleError: no such variant, damaged, or another base. Else as export_adapter.
+    """
+    found = open_family(family)
+    variant = open_intact(found, name)
+    checkpoint = open_base(found, base)
+    check_covers(variant, checkpoint)
+    entries = [entry for entry in variant.manifest.tensors if entry.kind in ("delta", "raw")]
+    done, total = 0, sum(math.prod(entry.shape) for entry in entries)
+    with _building(Path(out), checkpoint, rank) as builder:
+        for entry in entries:
+            if entry.kind == "raw":
+                builder.add(entry.name, variant.raw(entry.name), checkpoint.tensor(entry.name))
+            else:
+                builder.add_encoded(entry, variant.delta(entry.name))
+            done += math.prod(entry.shape)
+            if progress:
+                progress(entry.name, done, total)
+        return builder.finish(Path(out))
+
+
+@contextmanager
+def _building(out: Path, base: Checkpoint, rank: int | None) -> Iterator["_Builder"]:
+    """A builder in a folder that becomes `out` when the block ends well."""
+    if rank is not None:
+        check_count("rank", rank, least=1)
+    with atomic_folder(out) as folder:
         builder = _Builder(folder, base, rank)
         try:
-            for ours, theirs in pairs:
-                with naming_the_culprit(ours, base, finetuned):
-                    builder.add(ours, finetuned.tensor(ours), base.tensor(theirs))
-                done += math.prod(finetuned.shape(ours))
-                if progress:
-                    progress(ours, done, total)
-            return builder.finish(Path(out))
+            yield builder
         finally:
             builder.close()
 
@@ -116,15 +169,30 @@ class _Builder:
         if ours.shape != theirs.shape or not ours.is_floating_point():
             self._left_out += [name] if not torch.equal(ours, theirs) else []
             return
-        delta = subtract(ours, theirs, name=name)
+        self._add_delta(name, subtract(ours, theirs, name=name))
+
+    def add_encoded(self, entry: TensorEntry, encoded: Delta) -> None:
+        """The same for a delta as a variant stores it."""
+        known: Factors | None = None
+        if encoded.up is not None and encoded.down is not None and not encoded.planes:
+            known = Factors(a=encoded.down.float(), b=encoded.up.float())
+        self._add_delta(entry.name, decode(encoded).reshape(entry.shape), known)
+
+    def _add_delta(self, name: str, delta: Tensor, known: Factors | None = None) -> None:
         energy = squared_norm(delta)
         if energy == 0.0:
             return
-        if not self._is_linear(name, tuple(ours.shape)):
+        if not self._is_linear(name, tuple(delta.shape)):
             self._left_out.append(name)
             self._energy["left_out"] += energy
             return
-        factors, lost = self._factor(delta.T if self._is_transposed(name) else delta)
+        is_transposed = self._is_transposed(name)
+        if known is not None and (self._rank is None or known.rank <= self._rank):
+            factors, lost = known, 0.0
+            if is_transposed:
+                factors = Factors(a=known.b.T.contiguous(), b=known.a.T.contiguous())
+        else:
+            factors, lost = self._factor(delta.T if is_transposed else delta)
         module = name.removesuffix(".weight")
         self._file.add(f"base_model.model.{module}.lora_A.weight", factors.a)
         self._file.add(f"base_model.model.{module}.lora_B.weight", factors.b)

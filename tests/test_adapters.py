@@ -8,9 +8,11 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from soupkit.adapters import export_adapter
+from soupkit.adapters import export_adapter, export_variant_adapter
 from soupkit.checkpoint import open_checkpoint
-from soupkit.errors import CheckpointError, MergeError
+from soupkit.errors import BundleError, CheckpointError, MergeError
+from soupkit.export import export_variant
+from soupkit.restore import restore
 
 # PEFT 0.21.2 asks transformers 5.24 for a name that it deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -34,6 +36,14 @@ def low_rank(ranks):
 
 def adapt(base, finetuned, out, **options):
     return export_adapter(open_checkpoint(base), open_checkpoint(finetuned), out=out, **options)
+
+
+def variant(base, finetuned, family, encoding):
+    """A variant of that encoding, and the weights that it stands for."""
+    opened = open_checkpoint(base), open_checkpoint(finetuned)
+    export_variant(*opened, family=family, name="v", encoding=encoding)
+    restore(family, "v", out=family / "dense")
+    return load_file(family / "dense" / "model.safetensors")
 
 
 def merged_by_peft(base, adapter):
@@ -120,11 +130,71 @@ def test_transposed_layers_of_gpt2_are_reproduced(tmp_path):
     tensors[name] += torch.outer(torch.arange(12.0), torch.ones(48)) / 10
     (tmp_path / "ft").mkdir()
     save_file(tensors, tmp_path / "ft" / "model.safetensors")
-    report = adapt(tmp_path / "base", tmp_path / "ft", tmp_path / "lora")
+    variant(tmp_path / "base", tmp_path / "ft", tmp_path / "f", "lowrank-1")
+    for report in (
+        adapt(tmp_path / "base", tmp_path / "ft", tmp_path / "lora"),
+        export_variant_adapter(tmp_path / "f", "v", out=tmp_path / "of-variant"),
+    ):
+        assert report.is_exact
+        merged = merged_by_peft(tmp_path / "base", report.path)
+        full = next(one for one in merged if one.endswith("mlp.c_fc.weight"))
+        torch.testing.assert_close(merged[full], tensors[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_variant_of_factors_is_the_adapter(base_folder, make_finetune, tmp_path):
+    """Also where the fine-tune is no low-rank one: the variant is."""
+
+    def edit(tensors):
+        for name, tensor in load_file(base_folder / "model.safetensors").items():
+            if name not in (GATE, f"{LAYER}self_attn.q_proj.weight"):
+                tensors[name] = tensor
+
+    finetuned = make_finetune(tmp_path / "ft", base_folder, edit=edit)
+    wanted = variant(base_folder, finetuned, tmp_path / "f", "lowrank-3")
+    report = export_variant_adapter(tmp_path / "f", "v", out=tmp_path / "lora")
     assert report.is_exact
-    merged = merged_by_peft(tmp_path / "base", tmp_path / "lora")
-    full = next(one for one in merged if one.endswith("mlp.c_fc.weight"))
-    torch.testing.assert_close(merged[full], tensors[name], rtol=1e-5, atol=1e-6)
+    assert report.lost_energy == 0.0
+    assert set(report.ranks.values()) == {3}
+    assert len(report.ranks) == 2
+    stored = load_file(tmp_path / "f" / "variants" / "v" / "variant.safetensors")
+    found = load_file(tmp_path / "lora" / "adapter_model.safetensors")
+    module = GATE.removesuffix(".weight")
+    assert torch.equal(found[f"base_model.model.{module}.lora_A.weight"], stored[f"{GATE}.down"])
+    assert torch.equal(found[f"base_model.model.{module}.lora_B.weight"], stored[f"{GATE}.up"])
+    merged = merged_by_peft(base_folder, tmp_path / "lora")
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(merged[name], tensor, rtol=1e-6, atol=1e-7)
+    cut = export_variant_adapter(tmp_path / "f", "v", out=tmp_path / "cut", rank=2)
+    assert set(cut.ranks.values()) == {2}
+    assert 0 < cut.lost_energy < 1
+
+
+@pytest.mark.parametrize("encoding", ["row", "lowrank-2+row", "rank1-x2", "raw"])
+def test_a_variant_with_signs_loses_what_a_fine_tune_would(
+    base_folder, finetuned_folder, tmp_path, encoding
+):
+    variant(base_folder, finetuned_folder, tmp_path / "f", encoding)
+    found = export_variant_adapter(tmp_path / "f", "v", out=tmp_path / "lora", rank=4)
+    wanted = adapt(base_folder, tmp_path / "f" / "dense", tmp_path / "other", rank=4)
+    assert found.ranks == wanted.ranks
+    assert found.lost == pytest.approx(wanted.lost, rel=1e-3)
+    assert sorted(found.left_out) == sorted(wanted.left_out)
+    assert found.left_out_energy == pytest.approx(wanted.left_out_energy, rel=1e-3)
+
+
+def test_variants_that_are_damaged_or_unknown_make_no_adapter(
+    base_folder, finetuned_folder, tmp_path
+):
+    variant(base_folder, finetuned_folder, tmp_path / "f", "row")
+    with pytest.raises(BundleError, match="no variant 'gone'"):
+        export_variant_adapter(tmp_path / "f", "gone", out=tmp_path / "lora")
+    path = tmp_path / "f" / "variants" / "v" / "variant.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(BundleError, match="damaged"):
+        export_variant_adapter(tmp_path / "f", "v", out=tmp_path / "lora")
+    assert not (tmp_path / "lora").exists()
 
 
 def test_folder_has_only_what_peft_writes(base_folder, finetuned_folder, tmp_path):

@@ -1,10 +1,11 @@
 """Commands from model folders to model folders: merge, lora."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from soupkit.cli.app import Json, Out, command, torch_dtype
+from soupkit.cli.app import BaseOption, Json, Out, command, torch_dtype
 from soupkit.cli.console import (
     Dtype,
     Method,
@@ -68,25 +69,34 @@ def merge(
 
 @command
 def lora(
-    base: Annotated[str, typer.Argument(help="The base: folder or hub id.")],
-    finetuned: Annotated[str, typer.Argument(help="A fine-tune of it.")],
+    base: Annotated[str, typer.Argument(help="The base: folder or hub id; or a family.")],
+    finetuned: Annotated[str, typer.Argument(help="A fine-tune of it; or a variant's name.")],
     out: Out,
+    moved: BaseOption = None,
     rank: Annotated[
         int | None, typer.Option(help=f"Largest rank [default: {DEFAULT_RANK}, more if exact].")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a fine-tune as a PEFT LoRA adapter of its base.
+    """Write a fine-tune, or a variant of a family, as a PEFT LoRA adapter of its base.
 
     Example: soupkit lora base coder-ft --out coder-lora --rank 64
     """
-    from soupkit.adapters import export_adapter
+    from soupkit.adapters import export_adapter, export_variant_adapter
     from soupkit.checkpoint import open_checkpoint
+    from soupkit.family import FAMILY_NAME
 
+    is_family = (Path(base) / FAMILY_NAME).exists()
+    if moved is not None and not is_family:
+        raise ValueError(f"--base {moved} is for a family's variant; {base} is a base itself")
     with show_progress("factoring") as progress:
-        report = export_adapter(
-            open_checkpoint(base), open_checkpoint(finetuned), out=out, rank=rank, progress=progress
-        )
+        if is_family:
+            report = export_variant_adapter(
+                base, finetuned, out=out, base=moved, rank=rank, progress=progress
+            )
+        else:
+            theirs, ours = open_checkpoint(base), open_checkpoint(finetuned)
+            report = export_adapter(theirs, ours, out=out, rank=rank, progress=progress)
     if as_json:
         print_json(adapter_document(report))
         return
