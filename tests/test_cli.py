@@ -83,8 +83,29 @@ def test_export_names_variants_after_their_folders(base_folder, finetuned_folder
         "--name", "a", "--name", "b", "--encoding", "lowrank-2+matrix-x2",
     )  # fmt: skip
     assert [report["name"] for report in two] == ["a", "b"]
+    assert two[0]["bytes"]["factors"] > 0
     result = run("export", base_folder, finetuned_folder, "--family", tmp_path / "f")
     assert "of the model in bfloat16; it replaced the variant of that name" in result.stdout
+
+
+def test_an_encoding_is_seen_by_inspect_and_taken_by_the_other_commands(
+    base_folder, finetuned_folder, tmp_path
+):
+    family = tmp_path / "f"
+    encoding = "lowrank-2+rank1"
+    document("export", base_folder, finetuned_folder, "--family", family, "--encoding", encoding)
+    told = run("inspect", family / "variants" / "finetuned").stdout
+    assert encoding in told
+    assert "factors" in run("inspect", family).stdout
+    assert document("verify", family) == {"ok": True, "faults": []}
+    document("restore", family, "finetuned", "--out", tmp_path / "dense")
+    report = document("lora", family, "finetuned", "--out", tmp_path / "lora")
+    assert report["exact"] is False
+    moved = shutil.copytree(base_folder, tmp_path / "moved")
+    document("lora", family, "finetuned", "--base", moved, "--out", tmp_path / "lora2")
+    assert "--base" in complaint(
+        "lora", base_folder, finetuned_folder, "--base", moved, "--out", tmp_path / "lora3"
+    )
 
 
 def test_export_checks_all_names_before_it_writes(base_folder, tmp_path):

@@ -150,6 +150,47 @@ def test_sharded_and_single_fine_tunes_have_one_digest(
     assert len(digests) == 1
 
 
+def test_each_tensor_may_have_its_own_encoding(base_folder, finetuned_folder, tmp_path):
+    choice = {GATE: "raw", KEYS: Encoding(planes=0, rank=2), NORM: "raw", EMBEDDING: "sparse"}
+    report = export(base_folder, finetuned_folder, tmp_path / "f", encodings=choice)
+    entries = {entry.name: entry for entry in report.entries}
+    assert (entries[GATE].kind, entries[NORM].kind) == ("raw", "raw")
+    assert (entries[KEYS].encoding, entries[EMBEDDING].encoding) == ("lowrank-2", "sparse")
+    rest = {one.encoding for one in report.entries if one.kind == "delta"}
+    assert rest == {"lowrank-2", "sparse", "row"}
+    finetuned = load_file(finetuned_folder / "model.safetensors")
+    assert torch.equal(load(tmp_path / "f").raw[GATE], finetuned[GATE])
+    # The names' order and the default do not matter where every tensor is named.
+    named = {one.name: one.encoding or "raw" for one in report.entries if one.kind != "tied"}
+    again = dict(sorted(named.items(), reverse=True))
+    other = export(
+        base_folder, finetuned_folder, tmp_path / "f", "w", encoding="raw", encodings=again
+    )
+    assert other.digest == report.digest
+
+
+def test_whole_tensors_are_stored_where_an_encoding_takes_as_many_bytes(
+    base_folder, finetuned_folder, tmp_path
+):
+    report = export(base_folder, finetuned_folder, tmp_path / "f", encoding="lowrank-500")
+    assert set(kinds(report).values()) == {"raw", "tied"}
+    whole = export(base_folder, finetuned_folder, tmp_path / "f", "w", encoding="raw")
+    assert whole.digest == report.digest
+    assert whole.bytes["raw"] == sum(
+        one.nbytes for one in load_file(finetuned_folder / "model.safetensors").values()
+    )
+
+
+def test_an_equal_matrix_in_another_dtype_is_not_stored_whole(make_llama, tmp_path):
+    base = make_llama(tmp_path / "base", dtype=torch.bfloat16)
+    exact = {name: one.float() for name, one in load_file(base / "model.safetensors").items()}
+    exact[GATE][0, 0] += 1
+    shutil.copytree(base, tmp_path / "ft")
+    save_file(exact, tmp_path / "ft" / "model.safetensors", metadata={"format": "pt"})
+    found = kinds(export(base, tmp_path / "ft", tmp_path / "f", encoding="raw"))
+    assert {name for name, kind in found.items() if kind == "raw"} == {GATE}
+
+
 def test_bytes_are_itemised_to_the_last_one(base_folder, finetuned_folder, tmp_path):
     report = export(
         base_folder,

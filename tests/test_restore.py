@@ -7,9 +7,12 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from delta_kit import dense
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from soupkit import blocks
+from soupkit.bundle import open_family, open_variant
 from soupkit.checkpoint import open_checkpoint
 from soupkit.errors import BundleError, CheckpointError, MergeError
 from soupkit.export import export_variant
@@ -75,6 +78,58 @@ def test_logits_are_those_of_the_definition(
         expected = model(TOKENS).logits
     torch.testing.assert_close(logits(tmp_path / "dense"), expected, rtol=1e-5, atol=1e-6)
     assert report.rounding_loss == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "encoding",
+    ["matrix", "column", "rank1-x2", "sparse", "row-x2-refit", "lowrank-2", "row+lowrank-2",
+     "lowrank-3+rank1", "lowrank-1+matrix-x2"],
+)  # fmt: skip
+def test_every_encoding_of_every_layout_is_its_sum(tmp_path, monkeypatch, encoding, dtype):
+    """W_base + delta in float64 from the stored parts, whatever the blocks."""
+    monkeypatch.setattr(blocks, "BLOCK_ENTRIES", 40)
+    shapes = {
+        "a.weight": (13, 21),
+        "conv.weight": (5, 3, 2, 2),
+        "experts.up_proj": (3, 4, 7),
+        "thin.weight": (1, 9),
+    }
+    generator = torch.Generator().manual_seed(0)
+    models = []
+    for folder in ("base", "ft"):
+        tensors = {
+            name: torch.randn(shape, generator=generator).to(dtype)
+            for name, shape in shapes.items()
+        }
+        (tmp_path / folder).mkdir()
+        save_file(tensors, tmp_path / folder / "model.safetensors")
+        models.append(tensors)
+    export_variant(
+        open_checkpoint(tmp_path / "base"),
+        open_checkpoint(tmp_path / "ft"),
+        family=tmp_path / "f",
+        name="v",
+        encoding=encoding,
+    )
+    restore(tmp_path / "f", "v", out=tmp_path / "dense")
+    found = load_file(tmp_path / "dense" / "model.safetensors")
+    variant = open_variant(open_family(tmp_path / "f").folder("v"))
+    for entry in variant.manifest.tensors:
+        if entry.kind == "raw":
+            assert torch.equal(found[entry.name], models[1][entry.name].float())
+            continue
+        delta = variant.delta(entry.name)
+        matrix = dense(delta, (delta.out_features, delta.in_features))
+        wanted = models[0][entry.name].double().numpy() + matrix.reshape(entry.shape)
+        torch.testing.assert_close(
+            found[entry.name].double(), torch.from_numpy(wanted), rtol=1e-6, atol=1e-6
+        )
+        lost = models[1][entry.name].double().numpy() - wanted
+        change = (models[1][entry.name].double() - models[0][entry.name].double()).numpy()
+        share = np.square(lost).sum() / np.square(change).sum()
+        assert entry.residual_energy == pytest.approx(share, rel=1e-4, abs=1e-5)
+    assert variant.manifest.entries()["a.weight"].kind == "delta"
 
 
 def test_unchanged_model_comes_back_bit_for_bit(base_folder, tmp_path):

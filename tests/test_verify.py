@@ -189,3 +189,24 @@ def test_non_finite_numbers_of_every_kind_count(family):
     tensors[f"{GATE}.scale"][0, 0] = torch.inf
     rewrite(family, lambda document: None, tensors=tensors)
     assert len(verify_family(family)) == 2
+
+
+@pytest.mark.parametrize("part", ["scale", "column", "up", "down"])
+def test_every_part_of_a_delta_is_looked_at(base_folder, finetuned_folder, tmp_path, part):
+    export_variant(
+        open_checkpoint(base_folder),
+        open_checkpoint(finetuned_folder),
+        family=tmp_path / "family",
+        name="bad",
+        encoding="lowrank-2+rank1-x2",
+    )
+    assert verify_family(tmp_path / "family") == []
+    path = tmp_path / "family" / "variants" / "bad" / "variant.safetensors"
+    tensors = load_file(path)
+    tensors[f"{GATE}.{part}"].view(-1)[3] = torch.nan
+    rewrite(tmp_path / "family", lambda document: None, tensors=tensors)
+    assert f"'{GATE}.{part}' holds NaN" in one_fault(tmp_path / "family")
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    assert any("digest" in fault for fault in verify_family(tmp_path / "family"))
