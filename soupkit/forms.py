@@ -87,6 +87,8 @@ class Encoding:
         Raises:
             ValueError: no encoding has it.
         """
+        if not isinstance(text, str):
+            raise ValueError(f"encoding {text!r}: {_FORMS}")
         if text == _SPARSE:
             return cls(is_sparse=True)
         parts = text.split("+")
@@ -111,6 +113,7 @@ def parse_encoding(encoding: str | Encoding) -> Encoding | None:
     """The encoding of this name; None for "raw". Raises ValueError for any other."""
     if isinstance(encoding, Encoding):
         return encoding
-    if not isinstance(encoding, str):
-        raise ValueError(f"encoding {encoding!r}: {_FORMS}, or {RAW}")
-    return None if encoding == RAW else Encoding.parse(encoding)
+    try:
+        return None if encoding == RAW else Encoding.parse(encoding)
+    except ValueError as error:
+        raise ValueError(f"{error}; or {RAW} for whole tensors") from None

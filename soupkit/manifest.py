@@ -328,11 +328,10 @@ def _check_delta(entry: TensorEntry) -> None:
     """
     name, text = entry.name, entry.encoding
     _need(layout(name, entry.shape) != "vector", f"gives a delta to {name!r}, {entry.shape}")
-    _need(isinstance(text, str), f"gives {name!r} the encoding {text!r}")
     try:
-        encoding = Encoding.parse(str(text))
+        encoding = Encoding.parse(text or "")
     except ValueError as error:
-        raise BundleError(f"manifest.json gives {name!r} the encoding {text!r}: {error}") from None
+        raise BundleError(f"manifest.json gives {name!r} a wrong {error}") from None
     planes = 2 if encoding.is_sparse else encoding.planes
     _need(entry.planes == planes, f"gives {name!r} {entry.planes} planes, {text} has {planes}")
     axis = encoding.scale if planes else None
