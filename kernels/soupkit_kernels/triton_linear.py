@@ -236,8 +236,9 @@ def delta_linear_kernel(
     count = tl.load(starts + group + 1) - first
     members += group * variants_per_group
     if not HAS_BASE:
-        # Nothing is added to tokens of the base.
-        count = tl.where(tl.load(members) < 0, 0, count)
+        # Nothing is added to tokens of the base: they come first, so the last tells of all.
+        last_token = tl.load(variants + first + count - 1, mask=count > 0, other=-1)
+        count = tl.where(last_token < 0, 0, count)
     if count <= 0:
         return
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
