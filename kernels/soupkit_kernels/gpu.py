@@ -62,6 +62,7 @@ def linear(
     x = x if x.stride(1) == 1 else x.contiguous()
     if weight is not None and weight.stride(1) != 1:
         weight = weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
     if y.numel() == 0 or groups.num_groups == 0:
         return y
     # Triton launches on the current device.
