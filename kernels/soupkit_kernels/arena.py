@@ -164,10 +164,11 @@ class DeltaArena:
         planes, rank = row[PLANES], row[RANK]
         packed = scale = column_scale = up = down = None
         if planes:
-            width = self._row_bytes
-            packed = self._part(row[PACKED], torch.uint8, planes, rows, width)
             if self.is_lane:
-                packed = from_lane(packed.view(torch.int32), columns)
+                words = self._part(row[PACKED], torch.int32, planes, rows, lane_words(columns))
+                packed = from_lane(words, columns)
+            else:
+                packed = self._part(row[PACKED], torch.uint8, planes, rows, packed_width(columns))
             scale = self._part(row[SCALE], torch.float32, planes, rows)
         if row[COLUMN] >= 0:
             stored = self._part(row[COLUMN], self._column_dtype, planes, self._column_width)
@@ -217,10 +218,6 @@ class DeltaArena:
         for column in (PACKED, SCALE, COLUMN, DOWN, UP):
             row[column] += to - at if row[column] >= 0 else 0
         self._set_row(slot, tuple(row))
-
-    @property
-    def _row_bytes(self) -> int:
-        return 4 * lane_words(self.in_features) if self.is_lane else packed_width(self.in_features)
 
     @property
     def _column_dtype(self) -> torch.dtype:
