@@ -466,6 +466,10 @@ def test_mistakes_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             add_delta_(bad, x, case.arena, index)
+    square = Case(8, 8, torch.float32, (SIGNS,))
+    same, index_of_it = square.tokens(2)
+    with pytest.raises(ValueError, match="y is x"):
+        add_delta_(same.view(2, 8), same, square.arena, index_of_it)
     with pytest.raises(ValueError, match=r"ids torch\.float32"):
         delta_embedding(x[:, 0], case.weight, case.arena, index)
     with pytest.raises(IndexError):

@@ -97,8 +97,11 @@ def add_delta_(y: Tensor, x: Tensor, arena: DeltaArena, variants: Tensor | Plan)
         )
     if not y.is_contiguous() or y.device != x.device:
         raise ValueError(f"y on {y.device}, strides {y.stride()}: needs {x.device}, contiguous")
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and y.numel() and y.data_ptr() == x.data_ptr():
+        raise ValueError("y is x, which is read while y is written: add to a copy")
     step = _plan_for(variants, x.shape[:-1], arena)
-    if torch.compiler.is_compiling():
+    if is_compiling:
         torch.ops.soupkit.add_delta_(y, x, *_operands(arena, step))
     else:
         _add(y, x, arena, step)
