@@ -241,6 +241,15 @@ def test_no_tokens_give_no_rows() -> None:
         assert delta_embedding(ids, case.weight, case.arena, index).shape == (*lead, 9)
 
 
+@pytest.mark.parametrize("index", [[0], [0] * 70, [0, 1, -1] * 30])
+def test_a_layer_without_rows_gives_nothing(index: list[int]) -> None:
+    case = Case(0, 16, torch.bfloat16, (SIGNS, TWO))
+    x, _ = case.tokens(len(index))
+    assert case.linear(x, torch.tensor(index)).shape == (len(index), 0)
+    y = torch.empty(len(index), 0, dtype=torch.bfloat16)
+    assert add_delta_(y, x, case.arena, torch.tensor(index)) is y
+
+
 def test_all_base_and_empty_slots_are_plain_linear_bit_for_bit() -> None:
     case = Case(16, 48, torch.bfloat16, (SIGNS, None))
     x, _ = case.tokens(2, 3)

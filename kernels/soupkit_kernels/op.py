@@ -136,6 +136,8 @@ def delta_embedding(
 def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, arena: DeltaArena, step: Plan
 ) -> Tensor:
+    if not step.num_tokens or not arena.out_features:
+        return x.new_empty(*x.shape[:-1], arena.out_features)
     tokens = x.reshape(step.num_tokens, arena.in_features)
     with torch.no_grad(), _no_autocast(x.device):
         if arena.is_lane:
@@ -152,6 +154,8 @@ def _linear(
 
 
 def _add(y: Tensor, x: Tensor, arena: DeltaArena, step: Plan) -> None:
+    if not y.numel():
+        return
     tokens = x.reshape(step.num_tokens, arena.in_features)
     rows = y.view(step.num_tokens, arena.out_features)
     with torch.no_grad(), _no_autocast(x.device):
