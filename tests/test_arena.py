@@ -218,6 +218,13 @@ def test_shards_side_by_side_are_the_whole(
             assert_same(arena.delta(0), shard, torch.float32)
 
 
+def test_lane_order_is_for_dtypes_that_have_a_kernel() -> None:
+    delta = make_delta(4, 16, ENCODINGS[0], torch.Generator())
+    assert arena_of([delta], dtype=torch.float64).is_lane is False
+    with pytest.raises(ValueError, match=r"torch\.float64 in LANE order"):
+        arena_of([delta], dtype=torch.float64, is_lane=True)
+
+
 def test_a_shard_outside_is_refused() -> None:
     delta = make_delta(4, 10, ENCODINGS[0], torch.Generator())
     for axis, start, length in ((0, 3, 2), (1, -1, 3), (2, 0, 1), (1, 5, -1)):

@@ -62,13 +62,15 @@ class DeltaArena:
             dtype: of the layer's weight.
             is_lane: signs in LANE order, for the Triton kernels.
         Raises:
-            ValueError: a count is negative.
+            ValueError: a count is negative, or LANE order for a dtype that has no kernel.
         """
         if min(out_features, in_features, slots, slot_bytes, planes, rank) < 0:
             raise ValueError(
                 f"sizes {(out_features, in_features, slots, slot_bytes, planes, rank)}: "
                 "none may be negative"
             )
+        if is_lane and dtype not in triton_support.DTYPES:
+            raise ValueError(f"{dtype} in LANE order: needs one of {triton_support.DTYPES}")
         self.out_features, self.in_features = out_features, in_features
         self.slots, self.slot_bytes = slots, _aligned(slot_bytes)
         self.planes, self.has_columns, self.rank = planes, has_columns, rank

@@ -78,9 +78,10 @@ def delta_linear(
 
 
 def add_delta_(y: Tensor, x: Tensor, arena: DeltaArena, variants: Tensor | Plan) -> Tensor:
-    """y[t] += x[t] D_v^T in place, in float32, rounded once: y is a base of another kernel.
+    """y[t] += x[t] D_v^T in place, added in float32: y is a base that another kernel computed.
 
-    A quantised base's own product gives y; tokens of the base keep theirs.
+    A quantised base's own product gives y; tokens of the base keep theirs. For many tokens of one
+    variant D_v itself is rounded to x's dtype first, which changes the sum less than its rounding.
 
     Args:
         y: [..., N] contiguous, in x's dtype. Others as `delta_linear` has them.
