@@ -35,8 +35,8 @@ class Config:
 # TB/s and 700 ns. So never two stages.
 #
 # Beside each: registers and SASS instructions of the main loop per weight on sm_90, with triton
-# 3.6.0 and 3.9.0, K split and no column scales or low-rank parts. None spills (64 tokens
-# of 4 terms do with columns or low rank: up to 112 bytes, outside the loop); 16-bit ones use
+# 3.6.0 and 3.9.0, K split and no column scales or low-rank parts. None spills (64 tokens of 4 terms
+# do with such parts: at most 112 bytes, at most two accesses of them in the loop); 16-bit ones use
 # HGMMA, not one after the other, load weights by 16 bytes and each packed word once.
 _TABLE = {
     (16, 1, 2): Config(64, 128, 4, 4),  # 95, 2.84; 95, 3.19
