@@ -70,6 +70,15 @@ def test_what_is_put_comes_out(
 
 
 @pytest.mark.parametrize("is_lane", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(3, 0), (0, 3), (0, 0)])
+def test_a_layer_without_rows_or_columns(rows: int, columns: int, is_lane: bool) -> None:
+    deltas = deltas_of(list(ENCODINGS), rows, columns)
+    arena = arena_of(deltas, dtype=torch.float32, is_lane=is_lane)
+    for slot, delta in enumerate(deltas):
+        assert_same(arena.delta(slot), delta, torch.float32)
+
+
+@pytest.mark.parametrize("is_lane", [False, True])
 def test_the_table_says_what_the_docstring_says(is_lane: bool) -> None:
     kinds: list[Encoding | None] = [(2, True, 3, True), None, (1, False, 0, False)]
     deltas = deltas_of(kinds, 5, 130)
@@ -207,6 +216,13 @@ def test_shards_side_by_side_are_the_whole(
         if 0 not in (shard.out_features, shard.in_features):
             arena = arena_of([shard], dtype=torch.float32, is_lane=True)
             assert_same(arena.delta(0), shard, torch.float32)
+
+
+def test_lane_order_is_for_dtypes_that_have_a_kernel() -> None:
+    delta = make_delta(4, 16, ENCODINGS[0], torch.Generator())
+    assert arena_of([delta], dtype=torch.float64).is_lane is False
+    with pytest.raises(ValueError, match=r"torch\.float64 in LANE order"):
+        arena_of([delta], dtype=torch.float64, is_lane=True)
 
 
 def test_a_shard_outside_is_refused() -> None:

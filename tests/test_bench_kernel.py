@@ -532,6 +532,25 @@ def test_a_tuning_pass_prints_the_table_of_configs(monkeypatch: pytest.MonkeyPat
 
 
 @interpreted
+def test_another_chip_is_tuned_in_its_own_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    from soupkit_kernels import gpu
+
+    hopper, old, new = Config(64, 256, 4, 2), Config(64, 128, 4, 2), Config(32, 128, 4, 2)
+    monkeypatch.setattr(gpu, "chip", lambda _: (108, 80))
+    monkeypatch.setattr(configs, "_TABLE", {(16, 8, 2): hopper, (16, 4, 2): hopper})
+    monkeypatch.setattr(configs, "_NOT_HOPPER", {(16, 8, 2): old})
+    tuner = kernel_tune.Tuner(GPU, best=kernel_tune.present_of(CPU))
+    assert tuner.best == {(16, 8, 2): old, (16, 4, 2): hopper}
+    for key in tuner.best:
+        with kernel_tune.using(CPU, key, new):
+            assert configs.config(*key, 80) == new
+            assert configs.config(*key, 90) == hopper
+        assert configs.config(*key, 80) == tuner.best[key]
+    assert {(16, 8, 2): old} == configs._NOT_HOPPER
+    assert "_NOT_HOPPER = {\n    (16, 8, 2): Config(64, 128, 4, 2),\n}" in tuner.text("", "")
+
+
+@interpreted
 def test_a_candidate_with_another_result_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "_TABLE", {(16, 1, 2): Config(64, 128, 4, 4)})
     monkeypatch.setattr(kernel_tune, "SHAPES", ((16, 128),))

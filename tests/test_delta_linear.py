@@ -241,6 +241,15 @@ def test_no_tokens_give_no_rows() -> None:
         assert delta_embedding(ids, case.weight, case.arena, index).shape == (*lead, 9)
 
 
+@pytest.mark.parametrize("index", [[0], [0] * 70, [0, 1, -1] * 30])
+def test_a_layer_without_rows_gives_nothing(index: list[int]) -> None:
+    case = Case(0, 16, torch.bfloat16, (SIGNS, TWO))
+    x, _ = case.tokens(len(index))
+    assert case.linear(x, torch.tensor(index)).shape == (len(index), 0)
+    y = torch.empty(len(index), 0, dtype=torch.bfloat16)
+    assert add_delta_(y, x, case.arena, torch.tensor(index)) is y
+
+
 def test_all_base_and_empty_slots_are_plain_linear_bit_for_bit() -> None:
     case = Case(16, 48, torch.bfloat16, (SIGNS, None))
     x, _ = case.tokens(2, 3)
@@ -466,6 +475,10 @@ def test_mistakes_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             add_delta_(bad, x, case.arena, index)
+    square = Case(8, 8, torch.float32, (SIGNS,))
+    same, index_of_it = square.tokens(2)
+    with pytest.raises(ValueError, match="y is x"):
+        add_delta_(same.view(2, 8), same, square.arena, index_of_it)
     with pytest.raises(ValueError, match=r"ids torch\.float32"):
         delta_embedding(x[:, 0], case.weight, case.arena, index)
     with pytest.raises(IndexError):

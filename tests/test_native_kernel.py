@@ -23,7 +23,7 @@ from soupkit_kernels import (
     native,
     native_path,
     path_name,
-    plan,
+    plan_of,
     torch_path,
 )
 
@@ -70,9 +70,14 @@ class Case:
             library, self.x, self.weight, self.bias, self.arena, step_of(self.index, self.arena)
         )
 
+    def add(self, library: native.Library) -> Tensor:
+        y = self.x.new_ones(self.x.shape[0], self.arena.out_features)
+        native_path.add(library, y, self.x, self.arena, step_of(self.index, self.arena))
+        return y
+
 
 def step_of(index: Tensor, arena: DeltaArena) -> Plan:
-    return plan(index, slots=arena.slots, planes=arena.planes)
+    return plan_of(index, slots=arena.slots, planes=arena.planes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -98,6 +103,38 @@ def test_every_instruction_set_computes_what_naive_does(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "encoding", [(0, False, 3, False), (1, False, 2, False), (2, True, 1, False)]
+)
+def test_low_rank_of_many_tokens(
+    library: native.Library, encoding: Encoding, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone and among others, a large low rank, blocks of rows that do not divide N, with bias."""
+    if not library.supports(dtype):
+        pytest.skip("float16 needs AVX2")
+    monkeypatch.setattr(native_path, "BLOCK_BYTES", 5 * 77 * dtype.itemsize)
+    case = Case(37, 77, 90, dtype, (encoding, SIGNS, encoding, None))
+    for slot in (0, 2):
+        delta = case.deltas[slot]
+        assert delta is not None
+        assert delta.up is not None
+        assert delta.down is not None
+        # In the arena's dtype, as large as the base.
+        up, down = (part.mul(8).to(dtype) for part in (delta.up, delta.down))
+        large = case.deltas[slot] = dataclasses.replace(delta, up=up, down=down)
+        case.arena.put(slot, large)
+    for index in (torch.zeros(90).long(), case.index, case.index.clamp(max=0)):
+        case.index = index
+        for found, weight, bias in (
+            (case.linear(library), case.weight, case.bias),
+            (case.add(library), torch.zeros_like(case.weight), torch.ones(37)),
+        ):
+            expected = reference(case.x, weight, case.deltas, index, bias)
+            top, eps = float(expected.abs().max()), torch.finfo(dtype).eps
+            assert float((found.double() - expected).abs().max()) <= 2 * eps * top
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [9, 77, 200])
 def test_every_instruction_set_adds_the_delta_alone(
     library: native.Library, width: int, dtype: torch.dtype
@@ -106,10 +143,9 @@ def test_every_instruction_set_adds_the_delta_alone(
         pytest.skip("float16 needs AVX2")
     for num_tokens in (1, 5, 21, 300):
         case = Case(37, width, num_tokens, dtype, (*ENCODINGS, None))
-        y = case.x.new_ones(num_tokens, 37)
         nothing = torch.zeros_like(case.weight)
         expected = 1 + reference(case.x, nothing, case.deltas, case.index)
-        native_path.add(library, y, case.x, case.arena, step_of(case.index, case.arena))
+        y = case.add(library)
         # Rounded once to y's dtype; x times a column scale may be bfloat16, 2^-9 of a product.
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(y.double(), expected, rtol=eps, atol=2 * eps)
@@ -145,7 +181,7 @@ def test_the_effective_weight_is_the_rounded_float32_sum(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_the_effective_weight_of_every_encoding_is_rounded_once(
+def test_base_and_signs_of_every_encoding_are_rounded_once(
     library: native.Library, encoding: Encoding, dtype: torch.dtype
 ) -> None:
     if not library.supports(dtype):
@@ -153,12 +189,10 @@ def test_the_effective_weight_of_every_encoding_is_rounded_once(
     case = Case(11, 77, 1, dtype, (encoding,))
     delta = case.arena.delta(0)
     assert delta is not None
-    more = None
-    if delta.up is not None and delta.down is not None:
-        more = delta.up.float() @ delta.down.float()
+    signs = dataclasses.replace(delta, up=None, down=None)
     out = torch.full((11, 77), float("nan"), dtype=dtype)
-    library.reconstruct(case.weight, case.arena, 0, out, more=more)
-    exact = case.weight.double() + delta.dense(torch.float64)
+    library.reconstruct(case.weight, case.arena, 0, out)
+    exact = case.weight.double() + signs.dense(torch.float64)
     eps = torch.finfo(dtype).eps
     # Half a unit of the last place, and what float32 loses on the way.
     assert bool(((out.double() - exact).abs() <= exact.abs() * eps * 0.5 + 1e-7).all())

@@ -6,14 +6,17 @@ import queue
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from serving_kit import CONTEXT, VARIANTS, dense, greedy, load_variant, make_family
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from soupkit.errors import ServingError
 from soupkit.serving.engine import Engine
+from soupkit.serving.guard import KeyValueGuard
 from soupkit.serving.jobs import Deliver, End, Job
 from soupkit.serving.memory import KVPlan, plan_kv
 from soupkit.serving.patches import BASE_SLOT
@@ -327,3 +330,31 @@ def test_text_setup_needs_a_tokenizer(root: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((root / "base" / "config.json").read_text())
     with pytest.raises(ServingError, match="no tokenizer files"):
         load_text_setup(tmp_path)
+
+
+def test_the_guard_remembers_tokens_of_every_layer_until_the_next_batch() -> None:
+    """`begin` runs on another stream than the forward, so it may put nothing on the device."""
+
+    class Nothing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+        def __torch_dispatch__(self, func: Any, *_: Any, **__: Any) -> Any:
+            raise AssertionError(func)
+
+    cache = SimpleNamespace(update=lambda keys, values, *_, **__: (keys, values))
+    guard = KeyValueGuard(cache)
+    fine = torch.ones(1, 2, 3, 4)
+    for position, bad in enumerate((float("nan"), float("inf"), -float("inf"))):
+        with Nothing():  # type: ignore[no-untyped-call]
+            guard.begin()
+        assert guard.broken_tokens() == []
+        broken = fine.clone()
+        broken[0, 1, position, 2] = bad
+        keys, values = cache.update(fine, broken, 0, {})
+        for stored in (keys, values):
+            assert [bool(stored[0, :, token].any()) for token in range(3)] == [
+                token != position for token in range(3)
+            ]
+        cache.update(fine, fine, 1, {})
+        broken = fine.clone()
+        broken[0, 0, 0, 0] = bad
+        cache.update(broken, fine, 2, {})
+        assert guard.broken_tokens() == sorted({0, position})

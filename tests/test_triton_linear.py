@@ -209,6 +209,21 @@ def test_signs_alone_add_to_what_is_there(dtype: torch.dtype, index: list[int]) 
     assert torch.equal(y[base], before[base])
 
 
+def test_signs_alone_reach_a_group_whose_first_member_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Members keep their places when the tokens of their block are cut in two groups."""
+    monkeypatch.setattr(configs, "shape", lambda *_: (16, 2))
+    n, k, index = 20, 48, [0] * 16 + [1] * 3
+    deltas: list[Delta | None] = [delta_of(n, k, seed=v) for v in range(2)]
+    arena = arena_for(deltas, torch.float32)
+    assert grouped(index, arena).members[1].tolist() == [-1, 1]
+    x, y = values(torch.float32, 19, k, seed=1), values(torch.float32, 19, n, seed=2)
+    before = y.clone()
+    run(x, None, arena, index, y=y)
+    check(y, x, None, deltas, index, before)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_split_sums_are_the_same_every_time(dtype: torch.dtype) -> None:
     n, k, index = 20, 1100, [0, 1, -1, 0]

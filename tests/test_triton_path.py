@@ -165,3 +165,47 @@ def test_another_variant_in_a_slot_changes_no_shape_and_leaves_nothing_behind() 
         y = delta_linear(x.to(DEVICE), weight.to(DEVICE), arena, step)
         assert_close(y, reference(x, weight, now, index), torch.float32)
     assert (arena.data.data_ptr(), arena.table.data_ptr()) == address
+
+
+def test_bias_and_weights_of_other_strides_are_read_right() -> None:
+    weight, deltas, arena, bias = layer(torch.float32)
+    x, index = tokens(torch.float32, 5, slots=len(deltas))
+    turned = weight.T.contiguous().T.to(DEVICE)
+    for given in (bias.repeat_interleave(2).to(DEVICE)[::2], bias[:1].to(DEVICE).expand(N)):
+        y = delta_linear(x.to(DEVICE), turned, arena, index.to(DEVICE), given)
+        assert_close(y, reference(x, weight, deltas, index, given.cpu()), torch.float32)
+    ids = torch.tensor([0, 36, 7, 7, 1], device=DEVICE)
+    rows = delta_embedding(ids, turned, arena, index.to(DEVICE))
+    assert torch.equal(rows, delta_embedding(ids, weight.to(DEVICE), arena, index.to(DEVICE)))
+
+
+def test_out_of_range_of_the_plan_is_nan_in_an_arena_of_more_slots() -> None:
+    weight, _, arena, _ = layer(torch.float32)
+    x, _ = tokens(torch.float32, 3, slots=1)
+    step = device_plan(torch.tensor([0, 5, -1], device=DEVICE), slots=4, planes=3, device=DEVICE)
+    y = delta_linear(x.to(DEVICE), weight.to(DEVICE), arena, step)
+    rows = delta_embedding(torch.arange(3, device=DEVICE), weight.to(DEVICE), arena, step)
+    for result in (y, rows):
+        assert result.isnan().any(dim=1).tolist() == [False, True, False]
+        assert result[1].isnan().all()
+
+
+def test_a_plan_without_groups_is_refused_where_they_are_needed() -> None:
+    weight, _, arena, _ = layer(torch.float32)
+    x, index = tokens(torch.float32, 3, slots=arena.slots)
+    step = plan_of(index, slots=arena.slots, planes=3, device=DEVICE, is_lane=False)
+    with pytest.raises(ValueError, match="is_lane=True"):
+        delta_linear(x.to(DEVICE), weight.to(DEVICE), arena, step)
+
+
+def test_autocast_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("soupkit_kernels.plan.LONG_TOKENS", 4)
+    weight, deltas, arena, bias = layer(torch.float32)
+    for index in (torch.tensor([1] * 4), torch.tensor([1] * 4 + [0, -1])):
+        x, _ = tokens(torch.float32, len(index), slots=1)
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            y = delta_linear(x.to(DEVICE), weight.to(DEVICE), arena, index, bias.to(DEVICE))
+            added = add_delta_(torch.zeros_like(y), x.to(DEVICE), arena, index)
+        assert_close(y, reference(x, weight, deltas, index, bias), torch.float32)
+        nothing = torch.zeros_like(weight)
+        assert_close(added, reference(x, nothing, deltas, index), torch.float32)

@@ -62,13 +62,15 @@ class DeltaArena:
             dtype: of the layer's weight.
             is_lane: signs in LANE order, for the Triton kernels.
         Raises:
-            ValueError: a count is negative.
+            ValueError: a count is negative, or LANE order for a dtype that has no kernel.
         """
         if min(out_features, in_features, slots, slot_bytes, planes, rank) < 0:
             raise ValueError(
                 f"sizes {(out_features, in_features, slots, slot_bytes, planes, rank)}: "
                 "none may be negative"
             )
+        if is_lane and dtype not in triton_support.DTYPES:
+            raise ValueError(f"{dtype} in LANE order: needs one of {triton_support.DTYPES}")
         self.out_features, self.in_features = out_features, in_features
         self.slots, self.slot_bytes = slots, _aligned(slot_bytes)
         self.planes, self.has_columns, self.rank = planes, has_columns, rank
@@ -164,10 +166,11 @@ class DeltaArena:
         planes, rank = row[PLANES], row[RANK]
         packed = scale = column_scale = up = down = None
         if planes:
-            width = self._row_bytes
-            packed = self._part(row[PACKED], torch.uint8, planes, rows, width)
             if self.is_lane:
-                packed = from_lane(packed.view(torch.int32), columns)
+                words = self._part(row[PACKED], torch.int32, planes, rows, lane_words(columns))
+                packed = from_lane(words, columns)
+            else:
+                packed = self._part(row[PACKED], torch.uint8, planes, rows, packed_width(columns))
             scale = self._part(row[SCALE], torch.float32, planes, rows)
         if row[COLUMN] >= 0:
             stored = self._part(row[COLUMN], self._column_dtype, planes, self._column_width)
@@ -217,10 +220,6 @@ class DeltaArena:
         for column in (PACKED, SCALE, COLUMN, DOWN, UP):
             row[column] += to - at if row[column] >= 0 else 0
         self._set_row(slot, tuple(row))
-
-    @property
-    def _row_bytes(self) -> int:
-        return 4 * lane_words(self.in_features) if self.is_lane else packed_width(self.in_features)
 
     @property
     def _column_dtype(self) -> torch.dtype:

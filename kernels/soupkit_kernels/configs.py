@@ -16,7 +16,7 @@ class Config:
     Args:
         block_n, block_k: rows and inputs of a weight tile. 128 inputs or more, so that a packed
             word is loaded once; less loads it again for each part (from L2).
-        num_warps, num_stages: as Triton's; weights of num_stages - 1 tiles are on their way.
+        num_warps, num_stages: as Triton's; see the table for what is on its way.
         per_sm: programs that fit a multiprocessor of an H100.
     """
 
@@ -27,25 +27,29 @@ class Config:
     per_sm: int = 2
 
 
-# By (block_m, terms, bytes of an element). Two programs an SM hide each other's start and end; 64
-# tokens of 4 terms and 128 of one need the registers of a whole SM. Less than 16 tokens is not
-# worth an instance: the tensor cores take as long, and tokens that are not there are not loaded.
+# By (block_m, terms, bytes of an element). Two programs an SM hide each other's start, end and
+# waits; 64 tokens of 4 terms and 128 of one need the registers of a whole SM. Less than 16 tokens
+# is not worth an instance: the tensor cores take as long, and tokens that are not there are not
+# loaded. While a tile is multiplied, weights, signs and tokens of num_stages - 2 more are on their
+# way (the next one's loads follow the products): 56 to 112 KB an SM, where 18 KB would do at 3.35
+# TB/s and 700 ns. So never two stages.
 #
 # Beside each: registers and SASS instructions of the main loop per weight on sm_90, with triton
-# 3.6.0 and 3.9.0, K split and no column scales or low-rank parts. None spills; 16-bit ones use
-# HGMMA, load weights by 16 bytes and each packed word once.
+# 3.6.0 and 3.9.0, K split and no column scales or low-rank parts. None spills (64 tokens of 4 terms
+# do with such parts: at most 112 bytes, at most two accesses of them in the loop); 16-bit ones use
+# HGMMA, not one after the other, load weights by 16 bytes and each packed word once.
 _TABLE = {
-    (16, 1, 2): Config(64, 128, 4, 4),  # 96, 3.47; 96, 3.38
-    (16, 2, 2): Config(64, 128, 4, 4),  # 128, 4.89; 166, 4.55
-    (16, 4, 2): Config(64, 128, 4, 3),  # 156, 7.84; 251, 7.36
-    (16, 8, 2): Config(64, 256, 4, 2),  # 254, 13.45; 250, 13.99
-    (32, 1, 2): Config(64, 128, 4, 4),  # 128, 3.66; 128, 3.36
-    (32, 2, 2): Config(64, 128, 4, 4),  # 176, 5.03; 168, 4.83
-    (32, 4, 2): Config(64, 256, 4, 2),  # 225, 7.79; 225, 8.25
-    (64, 1, 2): Config(64, 128, 4, 3),  # 180, 3.97; 182, 3.67
-    (64, 2, 2): Config(64, 128, 4, 3),  # 255, 5.42; 255, 5.19
-    (64, 4, 2): Config(128, 128, 8, 2, 1),  # 255, 7.81; 255, 8.33
-    (128, 1, 2): Config(128, 128, 8, 3, 1),  # 247, 3.86; 252, 3.66
+    (16, 1, 2): Config(64, 128, 4, 4),  # 95, 2.84; 95, 3.19
+    (16, 2, 2): Config(64, 128, 4, 4),  # 128, 3.95; 128, 4.39
+    (16, 4, 2): Config(64, 128, 4, 4),  # 127, 6.45; 128, 7.08
+    (16, 8, 2): Config(64, 128, 4, 3),  # 254, 11.36; 248, 12.36
+    (32, 1, 2): Config(64, 128, 4, 4),  # 127, 2.95; 127, 3.30
+    (32, 2, 2): Config(64, 128, 4, 4),  # 159, 4.17; 159, 4.61
+    (32, 4, 2): Config(64, 128, 4, 4),  # 202, 6.64; 202, 7.28
+    (64, 1, 2): Config(64, 128, 4, 3),  # 206, 3.23; 209, 3.56
+    (64, 2, 2): Config(64, 128, 4, 3),  # 248, 4.44; 247, 4.88
+    (64, 4, 2): Config(128, 128, 8, 3, 1),  # 255, 6.64; 255, 7.31
+    (128, 1, 2): Config(128, 128, 8, 3, 1),  # 248, 4.02; 250, 3.89
     # No tensor core keeps float32's precision: small steps of K bound the registers.
     (16, 1, 4): Config(32, 32, 4, 3),  # 164, 50; 166, 51
     (16, 2, 4): Config(32, 32, 4, 3),  # 142, 74; 142, 74
@@ -62,6 +66,7 @@ _TABLE = {
 # Where another chip needs less: registers of mma.sync (sm_80 to 89, 120), tensor memory (sm_100),
 # 99 KB of shared memory (sm_86, 89, 120).
 _NOT_HOPPER = {
+    (16, 4, 2): Config(64, 128, 4, 3),
     (16, 8, 2): Config(64, 128, 4, 2),
     (32, 4, 2): Config(64, 128, 4, 2),
     (64, 2, 2): Config(32, 128, 4, 3),
@@ -91,6 +96,15 @@ def config(block_m: int, terms: int, element_size: int, capability: int = _HOPPE
     """
     key = (block_m, max(terms, 1), element_size)
     return _TABLE[key] if capability == _HOPPER else _NOT_HOPPER.get(key, _TABLE[key])
+
+
+def is_in_turn(block_m: int, capability: int = _HOPPER) -> bool:
+    """Whether each term's product is awaited before the next one's signs are made.
+
+    On Hopper, where a term in flight holds its signs in registers. Tiles of one variant have the
+    registers, and are bound by the tensor cores: those shall not wait.
+    """
+    return capability == _HOPPER and block_m <= DECODE_TOKENS
 
 
 def shape(num_tokens: int, num_variants: int, planes: int) -> tuple[int, int]:
@@ -141,4 +155,4 @@ def _group_cost(block_m: int, terms: int) -> float:
     # Tiles of 128 rows where the sums take the registers of twice as many warps.
     block_n = 64 if block_m * (1 + terms) < 256 else 128
     loads = 2 + terms / 8 + 2 * block_m / block_n
-    return max(loads, 2 * block_m * (1 + terms) / 180, (2 + 1.45 * terms) / 5)
+    return max(loads, 2 * block_m * (1 + terms) / 180, (2 + 1.3 * terms) / 5)

@@ -4,7 +4,7 @@
    Three entry points, called from native.py through ctypes:
      soupkit_decode       fused: W and the bits are read once for a few tokens of any variants;
      soupkit_signs        products with single planes, without W;
-     soupkit_reconstruct  rows of the effective weight of one variant, for a matrix product.
+     soupkit_reconstruct  rows of the weight with the signs of one variant, for a matrix product.
    Sums are float32. What a row of y holds does not depend on the other tokens, on the number of
    threads or on how rows are split: each (row, token) pair has its own accumulators, which run over
    K in one order. Bits are LSB-first along K (bitpack.py); bits beyond K are never used.
@@ -87,7 +87,7 @@ static __attribute__((noinline)) int take_rest(
 ) {
     const int64_t left = block->width % step, k = block->width - left;
     memset(rest, 0, sizeof *rest);
-    for (int r = 0; r < num_rows; r++)
+    for (int r = 0; weight_bytes && r < num_rows; r++)
         memcpy(
             rest->weight[r], block->weight + r * block->weight_stride + k * weight_bytes,
             left * weight_bytes
@@ -117,7 +117,6 @@ struct parts {
     const uint8_t *bits[MAX_PLANES];
     float scale[MAX_PLANES];
     const float *column[MAX_PLANES]; /* NULL: ones, in all planes */
-    const float *more; /* [width], added as it is; NULL: nothing */
     int64_t width;
     int planes;
 };
@@ -148,8 +147,7 @@ struct work {
     const int64_t *index;
     const int64_t *plane; /* of each token; NULL: all that its variant has */
     float *y; /* [num_tokens, num_rows] */
-    int64_t slot, first_row; /* of soupkit_reconstruct, as the next two */
-    const float *more; /* [num_rows, width] or NULL */
+    int64_t slot, first_row; /* of soupkit_reconstruct, as out */
     char *out;
     int64_t run_rows, next_row;
 };
@@ -251,7 +249,7 @@ static void effective_row(const struct work *work, int64_t row) {
     const int64_t *slot = arena->table + work->slot * NUM_FIELDS, at = work->first_row + row;
     struct parts parts = {
         .weight = work->weight + row * work->weight_stride, .width = work->width,
-        .more = work->more ? work->more + row * work->width : NULL, .planes = (int)slot[PLANES],
+        .planes = (int)slot[PLANES],
     };
     for (int p = 0; p < parts.planes; p++) {
         parts.bits[p] = bits_of(arena, slot, p, at);
@@ -311,17 +309,17 @@ void soupkit_signs(
     run(decode_body, &work, parallel, threads);
 }
 
-/* Rows first_row .. of a slot's effective weight; weight, more and out begin at the first of them.
+/* Rows first_row .. of the base and the signs of a slot; weight and out begin at the first of them.
    `out` [num_rows, width], contiguous, in the weight's dtype; rounded once to nearest even. */
 void soupkit_reconstruct(
     int64_t isa, int64_t kind, int64_t threads, parallel_fn parallel, const struct arena *arena,
     int64_t slot, int64_t first_row, int64_t num_rows, const void *weight, int64_t weight_stride,
-    const float *more, void *out
+    void *out
 ) {
     struct work work = {
         .isa = isas[isa], .kind = kind, .arena = *arena, .slot = slot, .first_row = first_row,
         .num_rows = num_rows, .width = arena->width, .weight = weight,
-        .weight_stride = weight_stride, .more = more, .out = out,
+        .weight_stride = weight_stride, .out = out,
     };
     run(effective_body, &work, parallel, threads);
 }

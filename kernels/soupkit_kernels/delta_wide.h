@@ -98,11 +98,10 @@ INLINE TARGET void ISA(effective_step)(
             term *= ISA(inputs)((const char *)parts->column[p], k);
         delta = p ? delta + term : term;
     }
-    if (!is_plain && parts->more) delta += ISA(inputs)((const char *)parts->more, k);
     ISA(store)(out, k, kind, ISA(weights)(parts->weight, k, kind) + delta);
 }
 
-/* is_plain: no column scales and nothing more. */
+/* is_plain: no column scales. */
 INLINE TARGET void ISA(effective)(
     const struct parts *given, int kind, int planes, int is_plain, char *out
 ) {
@@ -113,7 +112,7 @@ INLINE TARGET void ISA(effective)(
     struct parts parts = *given;
     char weight[MAX_BYTES] = {0}, rounded[MAX_BYTES];
     uint8_t bits[MAX_PLANES][4] = {{0}};
-    float column[MAX_PLANES][LANES] = {{0}}, more[LANES] = {0};
+    float column[MAX_PLANES][LANES] = {{0}};
     const int64_t bytes = kind == F32 ? 4 : 2;
     memcpy(weight, parts.weight + k * bytes, left * bytes);
     parts.weight = weight;
@@ -124,17 +123,13 @@ INLINE TARGET void ISA(effective)(
         memcpy(column[p], parts.column[p] + k, left * 4);
         parts.column[p] = column[p];
     }
-    if (!is_plain && parts.more) {
-        memcpy(more, parts.more + k, left * 4);
-        parts.more = more;
-    }
     ISA(effective_step)(&parts, 0, kind, planes, is_plain, rounded);
     memcpy(out + k * bytes, rounded, left * bytes);
 }
 
 #define EFFECTIVE(kind) \
     static TARGET void ISA(effective_##kind)(const struct parts *parts, char *out) { \
-        const int is_plain = !parts->more && !(parts->planes && parts->column[0]); \
+        const int is_plain = !parts->column[0]; \
         if (!is_plain) ISA(effective)(parts, kind, parts->planes, 0, out); \
         else if (parts->planes == 1) ISA(effective)(parts, kind, 1, 1, out); \
         else ISA(effective)(parts, kind, parts->planes, 1, out); \

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from soupkit_kernels.configs import Config, bucket, config
+from soupkit_kernels.configs import Config, bucket, config, is_in_turn
 from soupkit_kernels.plan import MAX_LOCKS, Groups
 from soupkit_kernels.triton_linear import delta_linear_kernel
 from soupkit_kernels.triton_weights import low_rank_product
@@ -62,6 +62,7 @@ def linear(
     x = x if x.stride(1) == 1 else x.contiguous()
     if weight is not None and weight.stride(1) != 1:
         weight = weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
     if y.numel() == 0 or groups.num_groups == 0:
         return y
     # Triton launches on the current device.
@@ -95,7 +96,8 @@ def _launch(
         n, k, x.stride(0), 0 if weight is None else weight.stride(0), y.stride(0), width,
         table.shape[0], planes, groups.variants_per_group, rank, _MINUS_ONE[x.dtype],
         TERMS=terms, BLOCK_M=groups.block_m, BLOCK_N=chosen.block_n, BLOCK_K=chosen.block_k,
-        IS_EVEN_K=k % chosen.block_k == 0, SPLIT_K=splits > 1, HAS_BASE=weight is not None,
+        IS_EVEN_K=k % chosen.block_k == 0, IS_IN_TURN=is_in_turn(groups.block_m, capability),
+        SPLIT_K=splits > 1, HAS_BASE=weight is not None,
         HAS_BIAS=bias is not None, HAS_COLUMNS=has_columns and planes > 0, HAS_LOW_RANK=rank > 0,
         num_warps=chosen.num_warps, num_stages=chosen.num_stages,
     )  # fmt: skip
@@ -150,7 +152,8 @@ def static_case(
         chosen = config(block_m, terms, dtype.itemsize, capability)
     constants: dict[str, Any] = {
         "TERMS": terms, "BLOCK_M": block_m, "BLOCK_N": chosen.block_n, "BLOCK_K": chosen.block_k,
-        "IS_EVEN_K": is_even_k, "SPLIT_K": is_split, "HAS_BASE": has_base, "HAS_BIAS": has_bias,
+        "IS_EVEN_K": is_even_k, "IS_IN_TURN": is_in_turn(block_m, capability),
+        "SPLIT_K": is_split, "HAS_BASE": has_base, "HAS_BIAS": has_bias,
         "HAS_COLUMNS": has_columns, "HAS_LOW_RANK": has_low_rank,
     }  # fmt: skip
     split = {"partials": is_split, "locks": is_split}

@@ -51,9 +51,11 @@ def to_lane(packed: Tensor, num_signs: int) -> Tensor:
     assert sys.byteorder == "little", "words are read as bytes"
     lead, width = packed.shape[:-1], lane_words(num_signs)
     out = torch.empty(*lead, width, dtype=torch.int32, device=packed.device)
+    if not out.numel():
+        return out
     source, target = packed.reshape(-1, packed.shape[-1]), out.view(-1, width)
-    step = max(1, _CHUNK_BYTES // max(1, 4 * width))
-    for at in range(0, target.shape[0] if width else 0, step):
+    step = max(1, _CHUNK_BYTES // (4 * width))
+    for at in range(0, target.shape[0], step):
         rows = source[at : at + step]
         if num_signs % 8:
             rows = rows.clone()

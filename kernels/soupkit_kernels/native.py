@@ -116,11 +116,10 @@ class Library:
         out: Tensor,  # [n, K] in weight's dtype, contiguous
         *,
         first_row: int = 0,
-        more: Tensor | None = None,  # float32 [n, K], contiguous
     ) -> None:
-        """Write rows first_row .. of weight + D into `out`, summed in float32 and rounded once.
+        """Write rows first_row .. of weight + signs times row and column scales into `out`.
 
-        D is signs times row and column scales, plus `more`: the low-rank part of these rows.
+        Summed in float32 and rounded once; no low-rank part.
         """
         # No products of bfloat16 here: the plain 512-bit code serves all dtypes.
         isa = min(self.isa, ISAS.index("avx512"))
@@ -128,7 +127,7 @@ class Library:
             isa, KINDS[weight.dtype], torch.get_num_threads(), self.parallel,
             _arena_struct(arena), slot, first_row, out.shape[0],
             weight[first_row:].data_ptr(), weight.stride(0) * weight.itemsize,
-            None if more is None else more.data_ptr(), out.data_ptr(),
+            out.data_ptr(),
         )  # fmt: skip
 
 
@@ -168,7 +167,7 @@ def load() -> Library | str:
     reconstruct = functions.soupkit_reconstruct
     decode.argtypes = (*common, number, pointer, number, pointer, number, pointer, pointer)
     signs.argtypes = (*common, number, pointer, number, pointer, pointer, pointer)
-    reconstruct.argtypes = (*common, number, number, number, pointer, number, pointer, pointer)
+    reconstruct.argtypes = (*common, number, number, number, pointer, number, pointer)
     decode.restype = signs.restype = reconstruct.restype = None
     try:
         parallel = ctypes.cast(ctypes.CDLL(None).GOMP_parallel, pointer)

@@ -4,7 +4,8 @@ Tokens go together, where that pays:
 - few of a variant: all such tokens, of any variants and of the base, in one fused pass that reads
   the weights and the bits once (`Library.decode`); column scales are multiplied into the inputs and
   meet the signs in a pass of their own (`Library.signs`), low-rank parts are two thin products;
-- many of one: its effective weight, a block of rows at a time, and F.linear;
+- many of one: its base and signs summed to a weight, a block of rows at a time, and F.linear; low
+  rank is two thin products here too;
 - many of the base: F.linear.
 """
 
@@ -99,12 +100,17 @@ def add(library: native.Library, y: Tensor, x: Tensor, arena: DeltaArena, step: 
         _add_signs(library, total, part, arena, step.index[rows], few)
         _add_low_rank(total, part, arena, step.index[rows], few)
         y[rows] = total.to(y.dtype)
-    nothing = torch.zeros(1, arena.in_features).expand(arena.out_features, -1)
+    # bfloat16 where its products are fast: a rounded D, and D x, lose far less than a rounded y.
+    dtype = library.input_dtype(arena.dtype)
+    nothing = torch.zeros(1, arena.in_features, dtype=dtype).expand(arena.out_features, -1)
     for variant in changed.keys() - set(few):
         rows = (step.index == variant).nonzero().squeeze(1)
-        part, total = x[rows].float(), y[rows].float()
-        for at, block in _effective(library, nothing, arena, variant):
-            total[:, at] += F.linear(part, block)
+        part, total = x[rows], y[rows].float()
+        if arena.row(variant)[PLANES]:
+            for at, block in _with_signs(library, nothing, arena, variant):
+                total[:, at] += F.linear(part.to(dtype), block)
+        if arena.row(variant)[RANK]:
+            total.addmm_(*_low_rank(part, arena, variant))
         y[rows] = total.to(y.dtype)
 
 
@@ -165,14 +171,18 @@ def _add_low_rank(
 ) -> None:
     """y += up (down x) for the tokens of these variants, in float32."""
     for variant in variants:
-        if not arena.row(variant)[RANK]:
-            continue
-        delta = arena.delta(variant)
-        assert delta is not None
-        assert delta.up is not None
-        assert delta.down is not None
-        rows = (index == variant).nonzero().squeeze(1)
-        y[rows] += F.linear(F.linear(x[rows].float(), delta.down.float()), delta.up.float())
+        if arena.row(variant)[RANK]:
+            rows = (index == variant).nonzero().squeeze(1)
+            y[rows] += torch.mm(*_low_rank(x[rows], arena, variant))
+
+
+def _low_rank(x: Tensor, arena: DeltaArena, variant: int) -> tuple[Tensor, Tensor]:
+    """down x [T, R] and up transposed [R, N] of a variant that has them, in float32."""
+    delta = arena.delta(variant)
+    assert delta is not None
+    assert delta.up is not None
+    assert delta.down is not None
+    return F.linear(x.float(), delta.down.float()), delta.up.T.float()
 
 
 def _many(
@@ -183,26 +193,28 @@ def _many(
     arena: DeltaArena,
     variant: int,
 ) -> Tensor:
-    """Many tokens of one variant that is not empty."""
+    """Many tokens of one variant that is not empty; low rank is added in float32."""
     y = x.new_empty(x.shape[0], arena.out_features)
-    for rows, block in _effective(library, weight, arena, variant):
-        y[:, rows] = F.linear(x, block, None if bias is None else bias[rows])
+    row = arena.row(variant)
+    low_rank = _low_rank(x, arena, variant) if row[RANK] else None
+    whole = [(slice(0, arena.out_features), weight)]
+    for rows, block in _with_signs(library, weight, arena, variant) if row[PLANES] else whole:
+        product = F.linear(x, block, None if bias is None else bias[rows])
+        if low_rank is not None:
+            product = product.float().addmm_(low_rank[0], low_rank[1][:, rows])
+        y[:, rows] = product
     return y
 
 
-def _effective(
+def _with_signs(
     library: native.Library, weight: Tensor, arena: DeltaArena, variant: int
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Blocks of rows of weight + D in the weight's dtype; each is gone when the next is made."""
+    """Blocks of rows of weight + signs in the weight's dtype; each is gone as the next is made."""
     num_rows, width = weight.shape
     step = min(num_rows, max(1, BLOCK_BYTES // max(1, width * weight.itemsize)))
     scratch = torch.empty(step, width, dtype=weight.dtype)
-    delta = arena.delta(variant) if arena.row(variant)[RANK] else None
-    more = None
     for at in range(0, num_rows, step):
         rows = slice(at, min(at + step, num_rows))
         block = scratch[: rows.stop - at]
-        if delta is not None and delta.up is not None and delta.down is not None:
-            more = delta.up[rows].float() @ delta.down.float()
-        library.reconstruct(weight, arena, variant, block, first_row=at, more=more)
+        library.reconstruct(weight, arena, variant, block, first_row=at)
         yield rows, block

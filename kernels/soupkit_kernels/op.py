@@ -11,6 +11,7 @@ made outside, since making one reads them.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -77,9 +78,10 @@ def delta_linear(
 
 
 def add_delta_(y: Tensor, x: Tensor, arena: DeltaArena, variants: Tensor | Plan) -> Tensor:
-    """y[t] += x[t] D_v^T in place, in float32, rounded once: y is a base of another kernel.
+    """y[t] += x[t] D_v^T in place, added in float32: y is a base that another kernel computed.
 
-    A quantised base's own product gives y; tokens of the base keep theirs.
+    A quantised base's own product gives y; tokens of the base keep theirs. For many tokens of one
+    variant D_v itself is rounded to x's dtype first, which changes the sum less than its rounding.
 
     Args:
         y: [..., N] contiguous, in x's dtype. Others as `delta_linear` has them.
@@ -96,8 +98,11 @@ def add_delta_(y: Tensor, x: Tensor, arena: DeltaArena, variants: Tensor | Plan)
         )
     if not y.is_contiguous() or y.device != x.device:
         raise ValueError(f"y on {y.device}, strides {y.stride()}: needs {x.device}, contiguous")
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and y.numel() and y.data_ptr() == x.data_ptr():
+        raise ValueError("y is x, which is read while y is written: add to a copy")
     step = _plan_for(variants, x.shape[:-1], arena)
-    if torch.compiler.is_compiling():
+    if is_compiling:
         torch.ops.soupkit.add_delta_(y, x, *_operands(arena, step))
     else:
         _add(y, x, arena, step)
@@ -132,8 +137,10 @@ def delta_embedding(
 def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, arena: DeltaArena, step: Plan
 ) -> Tensor:
+    if not step.num_tokens or not arena.out_features:
+        return x.new_empty(*x.shape[:-1], arena.out_features)
     tokens = x.reshape(step.num_tokens, arena.in_features)
-    with torch.no_grad():
+    with torch.no_grad(), _no_autocast(x.device):
         if arena.is_lane:
             from soupkit_kernels import triton_path
 
@@ -148,9 +155,11 @@ def _linear(
 
 
 def _add(y: Tensor, x: Tensor, arena: DeltaArena, step: Plan) -> None:
+    if not y.numel():
+        return
     tokens = x.reshape(step.num_tokens, arena.in_features)
     rows = y.view(step.num_tokens, arena.out_features)
-    with torch.no_grad():
+    with torch.no_grad(), _no_autocast(x.device):
         if arena.is_lane:
             from soupkit_kernels import triton_path
 
@@ -164,7 +173,7 @@ def _add(y: Tensor, x: Tensor, arena: DeltaArena, step: Plan) -> None:
 
 
 def _embedding(ids: Tensor, weight: Tensor, arena: DeltaArena, step: Plan) -> Tensor:
-    with torch.no_grad():
+    with torch.no_grad(), _no_autocast(ids.device):
         if arena.is_lane:
             from soupkit_kernels import triton_path
 
@@ -172,6 +181,13 @@ def _embedding(ids: Tensor, weight: Tensor, arena: DeltaArena, step: Plan) -> Te
         else:
             rows = torch_path.embedding(ids.reshape(-1), weight, arena, step)
     return rows.view(*ids.shape, arena.in_features)
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """The types are those given: a plain product inside must not choose others."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def _plan_for(variants: Tensor | Plan, lead: torch.Size, arena: DeltaArena) -> Plan:
@@ -185,6 +201,11 @@ def _plan_for(variants: Tensor | Plan, lead: torch.Size, arena: DeltaArena) -> P
         )  # fmt: skip
     if variants.num_tokens != lead.numel():
         raise ValueError(f"a plan of {variants.num_tokens} tokens for {tuple(lead)}")
+    is_lane = variants.groups is not None or bool(variants.long)
+    if arena.is_lane and variants.num_tokens and not is_lane:
+        raise ValueError("a plan without groups, an arena in LANE order: make it with is_lane=True")
+    if variants.index.device != arena.device:
+        raise ValueError(f"a plan on {variants.index.device}: needs the arena's {arena.device}")
     if variants.slots > arena.slots or variants.planes < arena.planes:
         raise ValueError(
             f"a plan for {variants.slots} slots and {variants.planes} planes, an arena of "
@@ -204,10 +225,14 @@ def _check(x: Tensor, weight: Tensor | None, arena: DeltaArena, bias: Tensor | N
         )
     if weight is not None:
         _check_weight(weight, arena, x.device)
-    if bias is not None and (bias.dtype != x.dtype or tuple(bias.shape) != (arena.out_features,)):
+    if bias is None:
+        return
+    if bias.dtype != x.dtype or tuple(bias.shape) != (arena.out_features,):
         raise ValueError(
             f"bias {bias.dtype} {tuple(bias.shape)}: needs {x.dtype} ({arena.out_features},)"
         )
+    if bias.device != x.device:
+        raise ValueError(f"bias on {bias.device}: needs {x.device}")
 
 
 def _check_weight(weight: Tensor, arena: DeltaArena, device: torch.device) -> None:

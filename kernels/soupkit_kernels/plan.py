@@ -24,6 +24,8 @@ from soupkit_kernels import configs
 
 # Counters of split sums; a launch that splits has no more tiles than this.
 MAX_LOCKS = 1024
+# A variant that no arena has a slot for, on a GPU; 7 times it fits an int32.
+OUT_OF_RANGE = 1 << 28
 # From so many tokens of one variant on, writing its effective weight and a cuBLAS product are
 # cheaper than two products of signs and weights in one kernel (a model, kernels/README.md).
 LONG_TOKENS = 384
@@ -37,7 +39,7 @@ class Groups:
 
     Args:
         order: [n] rows of x, sorted by variant, the base first; tokens of one variant keep theirs.
-        variants: [n] the variant of each of them; -1 is the base, `slots` is out of range.
+        variants: [n] the variant of each of them; -1 is the base; OUT_OF_RANGE.
         starts: [G + 1]: group g is order[starts[g] : starts[g + 1]]; it may be empty.
         members: [G, variants_per_group]: the variants in a group, ascending; -1 where none is.
         locks: [MAX_LOCKS] zeros, and zeros again after every launch. Launches that may run at once
@@ -136,8 +138,8 @@ def plan_of(
 
 def device_plan(flat: Tensor, *, slots: int, planes: int, device: torch.device) -> Plan:
     """The plan of variants [T] that the host does not look at; no operation waits for them."""
-    flat = torch.where((flat < -1) | (flat > slots), slots, flat).to(device)
-    # One more: all that is out of range is one variant.
+    flat = torch.where((flat < -1) | (flat >= slots), OUT_OF_RANGE, flat).to(device)
+    # One more: all that is out of range is one variant. Not `slots`: a larger arena has that one.
     groups = groups_of(flat, num_variants=min(flat.numel(), slots + 1), planes=planes)
     return Plan(flat.int(), None, slots, planes, groups, ())
 

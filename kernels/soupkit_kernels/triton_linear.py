@@ -14,6 +14,12 @@ inf or NaN of one token stays in its row.
 Signs come in LANE order (lane.py): a lane of the tensor core finds the signs of its 32 inputs of
 128 in one word. A shift and one LOP3 (mask, then xor) make two 16-bit values, +-1 or +-column.
 
+On Hopper a product of signs is asynchronous, and its signs stay in registers until it is awaited.
+Left to itself Triton awaits none before the end of the loop; ptxas, out of registers, then spills
+or makes each instruction of all products wait for the one before. IS_IN_TURN awaits each term's
+product whole before the next signs are made: its sum is carried as int32, which Triton takes for a
+use of the result. The other program of the multiprocessor computes meanwhile.
+
 Split K: each program stores its float32 sums, then counts itself in at the lock of its (group,
 tile). The last one adds the sums in the order of the splits and sets the lock back to 0; the result
 does not depend on which one was last.
@@ -46,13 +52,21 @@ _TOP_BIT = tl.constexpr(-0x80000000)
 
 
 @triton.jit
-def find_term(t, table, members, slots, planes, variants_per_group):
-    """Term t of a group whose members start at `members`: its variant, its plane and whether it
-    has any signs (it has none where the group or the variant has fewer)."""
-    variant = tl.load(members + t // planes, mask=t // planes < variants_per_group, other=-1)
-    known = (variant >= 0) & (variant < slots)
-    count = tl.load(table + variant * _WIDTH + _PLANES, mask=known, other=0)
-    return variant, t % planes, t % planes < count
+def find_terms(members, planes, variants_per_group, TERMS: tl.constexpr):
+    """The variant of each term of the group whose members start at `members` (-1: none), and its
+    plane."""
+    variants = ()
+    planes_of = ()
+    c = tl.zeros((), tl.int32)
+    plane = tl.zeros((), tl.int32)
+    for _ in tl.static_range(TERMS):
+        variants = variants + (tl.load(members + c, mask=c < variants_per_group, other=-1),)
+        planes_of = planes_of + (plane,)
+        # Counted, not divided: a division takes longer than the load.
+        is_last = plane + 1 == planes
+        c += is_last.to(tl.int32)
+        plane = tl.where(is_last, 0, plane + 1)
+    return variants, planes_of
 
 
 @triton.jit
@@ -85,23 +99,36 @@ def make_signs(words, k, flip, dtype: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK
 def open_terms(
     words, table, members, row, N, K, row_words, slots, planes, variants_per_group,
     TERMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, K_PER_WORD: tl.constexpr,
+    IS_IN_TURN: tl.constexpr,
 ):  # fmt: skip
     """For each term: zero sums, pointers to its rows of words [BLOCK_N, 1], how many inputs it has
     (0 for an unused term: it loads nothing) and a pointer to its column scales."""
+    # A level of dependent loads after the other, each of all terms at once: they take a latency
+    # each. For the same reason nothing waits here for what the planes say.
+    variants, planes_of = find_terms(members, planes, variants_per_group, TERMS)
+    counts = ()
+    starts = ()
+    column_starts = ()
+    for t in tl.static_range(TERMS):
+        variant = variants[t]
+        known = (variant >= 0) & (variant < slots)
+        entry = table + variant * _WIDTH
+        counts = counts + (tl.load(entry + _PLANES, mask=known, other=0),)
+        starts = starts + (tl.load(entry + _PACKED, mask=known, other=0),)
+        column_starts = column_starts + (tl.load(entry + _COLUMN, mask=known, other=0),)
     sums = ()
     rows = ()
     limits = ()
     columns = ()
     for t in tl.static_range(TERMS):
-        variant, plane, used = find_term(t, table, members, slots, planes, variants_per_group)
-        entry = table + variant * _WIDTH
+        plane = planes_of[t]
         # Parts of a slot begin at multiples of 128 bytes.
-        signs = tl.multiple_of(tl.load(entry + _PACKED, mask=used, other=0) // 4, 32)
-        column = tl.multiple_of(tl.load(entry + _COLUMN, mask=used, other=0) // 4, 32)
+        signs = tl.multiple_of(starts[t] // 4, 32)
+        column = tl.multiple_of(column_starts[t] // 4, 32)
         plane_row = plane.to(tl.int64) * N + row
-        sums = sums + (tl.zeros((BLOCK_N, BLOCK_M), tl.float32),)
+        sums = sums + (tl.zeros((BLOCK_N, BLOCK_M), tl.int32 if IS_IN_TURN else tl.float32),)
         rows = rows + (words + signs + plane_row[:, None] * row_words,)
-        limits = limits + (tl.where(used, K, 0),)
+        limits = limits + (tl.where(plane < counts[t], K, 0),)
         columns = columns + (words + column + plane * (row_words * 32 // K_PER_WORD),)
     return sums, rows, limits, columns
 
@@ -134,7 +161,11 @@ def multiply(
         new = ()
         for t in tl.static_range(TERMS):
             k_block = k >> 7
-            word_mask = ((k_block + word_of // 4) * 128 < limits[t])[None, :]
+            # One bit that stays through the loop, where it can.
+            if IS_EVEN_K:
+                word_mask = (word_of * 0 < limits[t])[None, :]
+            else:
+                word_mask = ((k_block + word_of // 4) * 128 < limits[t])[None, :]
             tile = tl.load(word_rows[t] + (k_block * 4 + word_of)[None, :], mask=word_mask, other=0)
             minus = flip
             if HAS_COLUMNS:
@@ -142,7 +173,9 @@ def multiply(
                 column_mask = k + column_of * K_PER_WORD < limits[t]
                 minus = tl.load(column, mask=column_mask, other=0)[None, :]
             signs = make_signs(tile, k, minus, dtype, BLOCK_N, BLOCK_K)
-            new = new + (tl.dot(signs, x_tile, sums[t], input_precision="ieee"),)
+            total = sums[t].to(tl.float32, bitcast=True)
+            total = tl.dot(signs, x_tile, total, input_precision="ieee")
+            new = new + (total.to(sums[t].dtype, bitcast=True),)
         sums = new
     return acc, sums
 
@@ -153,13 +186,22 @@ def add_terms(
     TERMS: tl.constexpr,
 ):  # fmt: skip
     """acc [BLOCK_N, BLOCK_M] + row scale x sum of each term, for the tokens of its variant."""
+    variants, planes_of = find_terms(members, planes, variants_per_group, TERMS)
+    counts = ()
+    starts = ()
     for t in tl.static_range(TERMS):
-        variant, plane, used = find_term(t, table, members, slots, planes, variants_per_group)
-        start = tl.load(table + variant * _WIDTH + _SCALE, mask=used, other=0) // 4
-        scales = floats + start + plane.to(tl.int64) * N + n
+        variant = variants[t]
+        known = (variant >= 0) & (variant < slots)
+        counts = counts + (tl.load(table + variant * _WIDTH + _PLANES, mask=known, other=0),)
+        starts = starts + (tl.load(table + variant * _WIDTH + _SCALE, mask=known, other=0),)
+    for t in tl.static_range(TERMS):
+        plane = planes_of[t]
+        used = plane < counts[t]
+        scales = floats + starts[t] // 4 + plane.to(tl.int64) * N + n
         scale = tl.load(scales, mask=n < tl.where(used, N, 0), other=0.0)
-        mine = variant_of == tl.where(used, variant, -2)
-        acc = tl.where(mine[None, :], acc + sums[t] * scale[:, None], acc)
+        mine = variant_of == tl.where(used, variants[t], -2)
+        total = sums[t].to(tl.float32, bitcast=True)
+        acc = tl.where(mine[None, :], acc + total * scale[:, None], acc)
     return acc
 
 
@@ -198,7 +240,8 @@ def add_splits(acc, partials, lock, count, BLOCK_N: tl.constexpr, BLOCK_M: tl.co
     if last:
         tl.store(lock, 0)
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for split in range(tl.num_programs(2)):
+        # Four at a time: a load from L2 takes longer than all the adding.
+        for split in tl.range(0, tl.num_programs(2), loop_unroll_factor=4):
             # .cg: from L2; L1 is not coherent.
             part = cell + split * (BLOCK_M * BLOCK_N)
             acc += tl.load(part, mask=m < count, other=0.0, cache_modifier=".cg")
@@ -224,6 +267,7 @@ def delta_linear_kernel(
     flip,  # int32: -1 twice in a 16-bit dtype, once in float32; as a constant it costs a LOP3
     TERMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     IS_EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K
+    IS_IN_TURN: tl.constexpr,  # a term's product is awaited before the next one's signs are made
     SPLIT_K: tl.constexpr,  # else partials and locks are None
     HAS_BASE: tl.constexpr,  # else w is None and the sum is added to what y holds
     HAS_BIAS: tl.constexpr, HAS_COLUMNS: tl.constexpr, HAS_LOW_RANK: tl.constexpr,
@@ -236,10 +280,9 @@ def delta_linear_kernel(
     count = tl.load(starts + group + 1) - first
     members += group * variants_per_group
     if not HAS_BASE:
-        # Nothing is added to tokens of the base.
-        count = tl.where(tl.load(members) < 0, 0, count)
-    if count <= 0:
-        return
+        # Nothing is added to tokens of the base: they come first, so the last tells of all.
+        last_token = tl.load(variants + first + count - 1, mask=count > 0, other=-1)
+        count = tl.where(last_token < 0, 0, count)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows past the last load the last: no mask in the loop.
     row = tl.minimum(n, N - 1).to(tl.int64)
@@ -253,8 +296,11 @@ def delta_linear_kernel(
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     sums, word_rows, limits, columns = open_terms(
         words, table, members, row, N, K, row_words, slots, planes, variants_per_group,
-        TERMS, BLOCK_M, BLOCK_N, K_PER_WORD,
+        TERMS, BLOCK_M, BLOCK_N, K_PER_WORD, IS_IN_TURN,
     )  # fmt: skip
+    # Not earlier: what is loaded above would wait for it, a latency more.
+    if count <= 0:
+        return
     acc, sums = multiply(
         acc, sums, x_rows, w_rows, word_rows, limits, columns, m, count, K, split_width, flip,
         TERMS, BLOCK_N, BLOCK_K, IS_EVEN_K, HAS_BASE, HAS_COLUMNS,

@@ -75,8 +75,8 @@ def embedding(
     """The row of each token's variant."""
     out = weight.new_empty(ids.shape[0], weight.shape[1])
     return embedding_rows(
-        ids, weight, arena.data, arena.table, plan.index, out, planes=arena.planes,
-        has_columns=arena.has_columns, rank=arena.rank,
+        ids, _rows_contiguous(weight), arena.data, arena.table, plan.index, out,
+        planes=arena.planes, has_columns=arena.has_columns, rank=arena.rank,
     )  # fmt: skip
 
 
@@ -86,10 +86,13 @@ def _effective(
     """W_eff of a variant, [N, K], in a scratch or in `out`; the base itself for -1."""
     if variant < 0:
         return weight
-    if weight.stride(1) != 1:
-        weight = weight.contiguous()
+    weight = _rows_contiguous(weight)
     return reconstruct(
         weight, arena.data, arena.table, variant,
         torch.empty_like(weight, memory_format=torch.contiguous_format) if out is None else out,
         planes=arena.planes, has_columns=arena.has_columns, rank=arena.rank,
     )  # fmt: skip
+
+
+def _rows_contiguous(weight: Tensor) -> Tensor:
+    return weight if weight.stride(1) == 1 else weight.contiguous()

@@ -15,7 +15,7 @@ from soupkit_kernels.configs import MAX_PLANES
 
 OLDEST_TRITON = (3, 6)
 OLDEST_CAPABILITY = (8, 0)
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Rows of 16 inputs start where 16-byte loads may; without that the compiled code is several times
 # slower than two plain products.
 _MULTIPLE = 16
@@ -30,7 +30,7 @@ def why_not(
         return f"tensors on {device}"
     if os.environ.get("SOUPKIT_KERNEL") == "torch":
         return "SOUPKIT_KERNEL=torch"
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         return f"{dtype} on a GPU"
     if in_features % _MULTIPLE:
         return f"in_features {in_features} is no multiple of {_MULTIPLE}"

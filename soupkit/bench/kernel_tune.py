@@ -52,7 +52,7 @@ class Tuner:
 
     def run(self) -> Iterator[Finding]:
         """A finding of each candidate, and of each entry that no batch comes to."""
-        self.best = dict(configs._TABLE)
+        self.best = present_of(self.on.device)
         trials = trials_of(self.on, self.dtype, is_timed=True)
         for key in self.best:
             if key[2] == self.dtype.itemsize and key not in trials:
@@ -65,14 +65,18 @@ class Tuner:
             yield self._try(trials[key], chosen)
 
     def text(self, versions: str, day: str) -> str:
-        """The table as Python, ready to be put into configs.py."""
+        """The table that this GPU reads first, as Python, ready to be put into configs.py."""
+        name, table = table_of(self.on.device)
         lines = [
             f"# Tuned on {self.on.name}, {versions}, {day}, {self.tried} candidates:",
             f"# {COMMAND}",
             "# By (block_m, terms, bytes of an element).",
-            "_TABLE = {",
+            f"{name} = {{",
         ]
         for key, one in self.best.items():
+            # Of other chips only what differs.
+            if table is not configs._TABLE and one == configs._TABLE[key]:
+                continue
             gain = f"  # {self.gains[key]:.2f} of before" if key in self.gains else ""
             lines.append(f"    {key}: Config{_values(one)},{gain}")
         return "\n".join([*lines, "}"]) + "\n"
@@ -82,7 +86,7 @@ class Tuner:
         key, name = trial.key, f"{_name(trial.key)} {_values(chosen)}"
         self.tried += 1
         try:
-            with using(key, chosen):
+            with using(self.on.device, key, chosen):
                 ratio = trial.ratio()
         except Exception as error:  # noqa: BLE001  # it may not compile, or not fit: no candidate
             if "CUDA error" in str(error):
@@ -104,7 +108,7 @@ class Trial:
         weight = layers[0].weights[0]
         index = torch.arange(tokens, device=weight.device) % variants
         groups = groups_of(index, num_variants=variants, planes=1)
-        self.key, self.present = key, configs._TABLE[key]
+        self.key, self.present = key, present_of(weight.device)[key]
         self._layers, self._step = layers, Plan(index.int(), None, SLOTS, 1, groups, ())
         self._inputs = [
             torch.randn(tokens, one.weights[0].shape[1], device=weight.device).to(weight.dtype)
@@ -166,7 +170,7 @@ def compile_share(
     on = Gpu("", device, l2_bytes=0, memory_bytes=0, bandwidth=1.0, is_hopper=False)
     trials = trials_of(on, dtype, is_timed=False)
     for key, chosen in itertools.islice(breadth_first(trials), first, None, step):
-        with using(key, chosen), suppress(Exception):
+        with using(device, key, chosen), suppress(Exception):
             for i in range(len(SHAPES)):
                 trials[key].call(i)
             yield Finding(f"{_name(key)} {_values(chosen)}", "info", "compiled")
@@ -212,15 +216,32 @@ def batch_of(key: Key) -> tuple[int, int] | None:
     return None
 
 
+def table_of(device: torch.device) -> tuple[str, dict[Key, Config]]:
+    """Name and entries of the table of configs.py that this device reads first."""
+    from soupkit_kernels.gpu import chip  # needs triton
+
+    name = "_TABLE" if chip(device)[1] == configs._HOPPER else "_NOT_HOPPER"
+    return name, getattr(configs, name)
+
+
+def present_of(device: torch.device) -> dict[Key, Config]:
+    """The shape that a launch on this device takes, for each kind of group."""
+    return {**configs._TABLE, **table_of(device)[1]}
+
+
 @contextmanager
-def using(key: Key, chosen: Config) -> Iterator[None]:
-    """Launches of this kind take this shape."""
-    was = configs._TABLE[key]
-    configs._TABLE[key] = chosen
+def using(device: torch.device, key: Key, chosen: Config) -> Iterator[None]:
+    """Launches of this kind on this device take this shape."""
+    _, table = table_of(device)
+    was = table.get(key)
+    table[key] = chosen
     try:
         yield
     finally:
-        configs._TABLE[key] = was
+        if was is None:
+            del table[key]
+        else:
+            table[key] = was
 
 
 def _name(key: Key) -> str:

@@ -95,7 +95,7 @@ class Engine:
         with torch.no_grad():
             processor = manager.batch_processor = manager._create_batch_processor()
         inputs, scheduler = processor.inputs_and_outputs, processor.scheduler
-        self._guard = KeyValueGuard(processor.cache, device=self._model.device)
+        self._guard = KeyValueGuard(processor.cache)
         self._prepare, inputs.prepare_batch_tensors = inputs.prepare_batch_tensors, self._on_prepare
         processor.model_runner._sample = self._on_sample
         self._clear, scheduler.clear_cancelled_requests = (
@@ -241,7 +241,7 @@ class Engine:
         self._bank.set_batch(
             [record.slot for record in self._owners], [record.slot for record in heads]
         )
-        self._guard.begin(len(self._owners))
+        self._guard.begin()
 
     def _on_sample(self, scores: Tensor, output_ids: Tensor) -> None:
         for position in self._guard.broken_tokens():

@@ -16,14 +16,16 @@ from torch import Tensor
 class KeyValueGuard:
     """Stands between the model and the paged cache; used on the engine's thread only."""
 
-    def __init__(self, cache: Any, *, device: torch.device) -> None:
+    def __init__(self, cache: Any) -> None:
         self._update, cache.update = cache.update, self.update
-        self._broken: Tensor | None = None  # [tokens of the batch] bool
-        self._device = device
+        self._broken: Tensor | None = None  # [tokens of the batch] bool; None: all are finite
 
-    def begin(self, num_tokens: int) -> None:
-        """Forgets the last batch."""
-        self._broken = torch.zeros(num_tokens, dtype=torch.bool, device=self._device)
+    def begin(self) -> None:
+        """Forgets the last batch.
+
+        Puts nothing on the device: the forward runs on another stream and would not wait for it.
+        """
+        self._broken = None
 
     def broken_tokens(self) -> list[int]:
         """Positions in the batch whose keys or values overflowed in any layer."""
@@ -41,11 +43,11 @@ class KeyValueGuard:
         keys, values = (states.abs().amax(dim=(0, 1, 3)) for states in (key_states, value_states))
         # A query of any other sequence keeps its room: 2^96 (float32, bfloat16), 2^12 (float16).
         finite = (keys < torch.finfo(keys.dtype).max ** 0.75) & values.isfinite()
-        assert self._broken is not None, "begin was not called"
         # On a GPU reading the flag would wait for the device at every layer.
         if finite.is_cuda or not bool(finite.all()):
-            self._broken |= ~finite
-            spoiled = ~finite.view(1, 1, -1, 1)
+            broken = ~finite
+            self._broken = broken if self._broken is None else self._broken | broken
+            spoiled = broken.view(1, 1, -1, 1)
             key_states = key_states.masked_fill(spoiled, 0)
             value_states = value_states.masked_fill(spoiled, 0)
         return self._update(key_states, value_states, layer_idx, kwargs=kwargs)
