@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -40,10 +40,20 @@ from soupkit.manifest import (
 from soupkit.numeric import check_finite
 from soupkit.pairs import naming_the_culprit, pair_names
 from soupkit.shards import SpooledFile
-from soupkit.tensorfile import dtype_name
+from soupkit.tensorfile import TensorSpec, dtype_name
 from soupkit.version import __version__
+from soupkit_kernels import Delta
 
 Progress = Callable[[str, int, int], None]
+
+
+@runtime_checkable
+class EncodedSource(Protocol):
+    """A TensorSource that has some deltas encoded already; they are stored as they are."""
+
+    def encoded(self, name: str) -> tuple[Encoding, Delta] | None:
+        """The encoding and the delta of a matrix, or None: its tensor is to be encoded."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +96,7 @@ def export_variant(
     companions: Path | None = None,
     history: Sequence[Mapping[str, Any]] = (),
     metrics: Mapping[str, Any] | None = None,
+    budget: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> ExportReport:
     """Write the difference between a fine-tune and its base into a family; the family is made if
@@ -93,7 +104,8 @@ def export_variant(
 
     Args:
         base: the base; its fingerprint must be the family's.
-        finetuned: same parameter names as the base; tied embeddings may have been untied.
+        finetuned: same parameter names as the base; tied embeddings may have been untied. May be
+            an EncodedSource.
         family: folder of the family.
         name: of the variant; an older variant of that name is replaced in one step.
         encoding: of every changed matrix, or its text form, or "raw": see soupkit.encoding.
@@ -101,6 +113,7 @@ def export_variant(
         companions: a folder whose tokenizer, generation and configuration files are stored where
             they differ from the base's, byte for byte.
         history: merges of the run, for the manifest. metrics: of the run's end, for the manifest.
+        budget: that the encodings keep, for the manifest; see soupkit.budget.
         progress: called after each tensor with its name, entries done, entries in all.
 
     Raises:
@@ -122,7 +135,10 @@ def export_variant(
             done, total = 0, sum(math.prod(finetuned.shape(ours)) for ours, _ in pairs)
             for ours, theirs in pairs:
                 with naming_the_culprit(ours, base, finetuned):
-                    writer.add(ours, finetuned.tensor(ours), base.tensor(theirs))
+                    if ready := _ready_delta(finetuned, ours):
+                        writer.add_encoded(ours, base.spec(theirs), *ready)
+                    else:
+                        writer.add(ours, finetuned.tensor(ours), base.tensor(theirs))
                 done += math.prod(finetuned.shape(ours))
                 if progress:
                     progress(ours, done, total)
@@ -138,6 +154,7 @@ def export_variant(
             history=history,
             metrics=metrics,
             versions={"soupkit": __version__, "torch": torch.__version__},
+            budget=plain_json(budget or {}),
         )
         atomic_write_json(folder / MANIFEST_NAME, manifest.to_json())
         sizes = itemise(folder, entries)
@@ -171,6 +188,10 @@ class _Choice:
                 f"encodings for {odd[0]!r} ({len(odd)} such names): the fine-tune has no such "
                 "parameter of its own"
             )
+
+
+def _ready_delta(finetuned: TensorSource, name: str) -> tuple[Encoding, Delta] | None:
+    return finetuned.encoded(name) if isinstance(finetuned, EncodedSource) else None
 
 
 def _parsed(name: str, encoding: str | Encoding) -> Encoding | None:
@@ -208,7 +229,7 @@ class _VariantWriter:
         """Store one parameter of the fine-tune against the base's."""
         shape, dtype = tuple(ours.shape), dtype_name(ours.dtype)
         is_matrix = ours.is_floating_point() and layout(name, shape) != "vector"
-        is_equal = ours.shape == theirs.shape and _are_equal(ours, theirs, is_matrix=is_matrix)
+        is_equal = ours.shape == theirs.shape and are_equal(ours, theirs, is_matrix=is_matrix)
         if is_matrix and ours.shape == theirs.shape and not is_equal:
             entry = _entry_for(name, ours, self._choose(name))
             if entry is not None:
@@ -216,7 +237,7 @@ class _VariantWriter:
                 self._add_delta(entry, ours, theirs)
                 return
             # Two dtypes may hold the same values.
-            is_equal = _are_equal(ours, theirs, is_matrix=False)
+            is_equal = are_equal(ours, theirs, is_matrix=False)
         if ours.is_floating_point():
             check_finite(name, ours)
         if is_equal:
@@ -225,6 +246,11 @@ class _VariantWriter:
             self._spool(f"{name}.raw", ours)
             self._entries.append(TensorEntry(name, "raw", shape, dtype, bytes=ours.nbytes))
 
+    def add_encoded(self, name: str, spec: TensorSpec, encoding: Encoding, delta: Delta) -> None:
+        """Store a ready delta; `spec` is that of the parameter."""
+        entry = delta_entry(name, spec.shape, spec.dtype, encoding)
+        self._spool_delta(entry, delta)
+
     def _add_delta(self, entry: TensorEntry, ours: Tensor, theirs: Tensor) -> None:
         name, encoding = entry.name, self._choose(entry.name)
         assert encoding is not None
@@ -232,6 +258,9 @@ class _VariantWriter:
         if energy == 0.0:
             self._entries.append(TensorEntry(name, "same", entry.shape, entry.dtype))
             return
+        self._spool_delta(replace(entry, residual_energy=min(1.0, lost / energy)), encoded)
+
+    def _spool_delta(self, entry: TensorEntry, encoded: Delta) -> None:
         parts = {
             "sign": encoded.packed,
             "scale": encoded.scale,
@@ -241,8 +270,8 @@ class _VariantWriter:
         }
         for part, tensor in parts.items():
             if tensor is not None:
-                self._spool(f"{name}.{part}", tensor)
-        self._entries.append(replace(entry, residual_energy=min(1.0, lost / energy)))
+                self._spool(f"{entry.name}.{part}", tensor)
+        self._entries.append(entry)
 
     def _spool(self, name: str, tensor: Tensor) -> None:
         self._file.add(name, tensor)
@@ -266,23 +295,29 @@ def _entry_for(name: str, ours: Tensor, encoding: Encoding | None) -> TensorEntr
     """
     if encoding is None:
         return None
-    shape = tuple(ours.shape)
+    entry = delta_entry(name, tuple(ours.shape), ours.dtype, encoding)
+    return entry if entry.bytes < ours.nbytes else None
+
+
+def delta_entry(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, encoding: Encoding
+) -> TensorEntry:
+    """How a matrix is stored by an encoding, without an error."""
     planes = 2 if encoding.is_sparse else encoding.planes
     entry = TensorEntry(
         name,
         "delta",
         shape,
-        dtype_name(ours.dtype),
+        dtype_name(dtype),
         planes=planes,
         scale_axis=encoding.scale if planes else None,
         rank=min(encoding.rank, *matrix_shape(name, shape)),
         encoding=encoding.name,
     )
-    size = sum(spec.nbytes for spec in entry.stored_specs().values())
-    return replace(entry, bytes=size) if size < ours.nbytes else None
+    return replace(entry, bytes=sum(spec.nbytes for spec in entry.stored_specs().values()))
 
 
-def _are_equal(ours: Tensor, theirs: Tensor, *, is_matrix: bool) -> bool:
+def are_equal(ours: Tensor, theirs: Tensor, *, is_matrix: bool) -> bool:
     """Whether two tensors hold the same values; of a matrix in another dtype it is seen later."""
     if ours.dtype == theirs.dtype:
         return torch.equal(ours, theirs)

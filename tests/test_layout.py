@@ -15,18 +15,20 @@ LAYER = {
     "version": 0,
     "errors": 1, "config": 1, "delta": 1, "svd": 1, "merge": 1, "lora": 1,
     "numeric": 1, "solvers": 1, "monosoup": 1, "cuts": 1, "factored": 1, "gauge": 1,
-    "encoding": 1, "signs": 1, "refit": 1, "checks": 1, "forms": 1,
+    "encoding": 1, "signs": 1, "refit": 1, "checks": 1, "forms": 1, "paired": 1,
     "checkpoint": 2, "files": 2, "bundle": 2, "adapters": 2, "export": 2, "restore": 2,
     "offline": 2, "verify": 2, "tracking": 2, "tensorfile": 2, "fingerprint": 2, "companions": 2,
     "shards": 2, "manifest": 2, "blocks": 2, "family": 2, "family_write": 2, "describe": 2,
-    "dense": 2, "pairs": 2,
-    "training": 3, "serving": 3,
+    "dense": 2, "pairs": 2, "rewrite": 2, "bitdelta_file": 2, "merge_config": 2,
+    "training": 3, "serving": 3, "distill": 3,
+    "quality": 3, "report": 3, "report_figures": 3, "report_page": 3,
     "bench": 4, "cli": 4, "__main__": 4,
 }  # fmt: skip
 
 # Packages that only the named files may import, and not at all in L1.
 ONLY_IN = {
     "transformers": {
+        "soupkit/quality.py",
         "soupkit/training/trainer.py",
         "soupkit/bench/strategy.py",
         "soupkit/serving/engine.py",
@@ -35,7 +37,7 @@ ONLY_IN = {
     "accelerate": {"soupkit/training/accelerate.py"},
     "peft": set(),
     "deepspeed": {"soupkit/bench/strategy.py"},
-    "matplotlib": {"soupkit/tracking.py"},
+    "matplotlib": {"soupkit/report_page.py", "soupkit/tracking.py"},
     "fastapi": {"soupkit/serving/app.py"},
     "uvicorn": {"soupkit/serving/server.py"},
     "prometheus_client": {"soupkit/serving/metrics.py"},
@@ -44,7 +46,11 @@ ONLY_IN = {
         "kernels/soupkit_kernels/triton_weights.py",
         "soupkit/bench/sass.py",
     },
-    "typer": {f"soupkit/cli/{room}.py" for room in ("app", "models", "families", "running")},
+    "yaml": {"soupkit/merge_config.py"},
+    "typer": {
+        f"soupkit/cli/{room}.py"
+        for room in ("app", "models", "families", "running", "tuning", "quality")
+    },
 }
 L1_MAY_IMPORT = {"torch", "numpy", "soupkit", "soupkit_kernels"}
 

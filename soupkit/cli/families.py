@@ -1,13 +1,14 @@
 """Commands on a family on disk: export, restore, inspect, verify, remove."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from soupkit.cli.app import BaseOption, FamilyPath, Json, Out, command, parse_path, torch_dtype
 from soupkit.cli.console import (
     Dtype,
+    error_line,
     export_document,
     print_inspection,
     print_json,
@@ -15,6 +16,7 @@ from soupkit.cli.console import (
     show_progress,
 )
 from soupkit.config import check_variant_name
+from soupkit.errors import CheckpointError, MergeError
 
 
 @command
@@ -40,6 +42,8 @@ def export(
 ) -> None:
     """Add fine-tunes to a family as variants of its base, one bit a weight unless told otherwise.
 
+    Of several, one that fails does not keep the others out: exit code 1, and its reason is told.
+
     Example: soupkit export base coder-ft --family family --name coder --encoding lowrank-16+row
     """
     from soupkit.checkpoint import open_checkpoint
@@ -52,23 +56,77 @@ def export(
     for one in names:
         check_variant_name(one)
     root = open_checkpoint(base)
-    reports = []
-    for checkpoint, one in zip(opened, names, strict=True):
-        with show_progress(f"exporting {one}") as progress:
-            report = export_variant(
-                root,
-                checkpoint,
-                family=family,
-                name=one,
-                encoding=encoding,
-                companions=checkpoint.path,
-                progress=progress,
-            )
-        reports.append(report)
-        if not as_json:
-            say(report.line())
+    told: list[dict[str, Any]] = []
+    try:
+        for checkpoint, one in zip(opened, names, strict=True):
+            try:
+                with show_progress(f"exporting {one}") as progress:
+                    report = export_variant(
+                        root,
+                        checkpoint,
+                        family=family,
+                        name=one,
+                        encoding=encoding,
+                        companions=checkpoint.path,
+                        progress=progress,
+                    )
+            except (CheckpointError, MergeError) as error:
+                # The fine-tune's fault. A fault of the family or the disk would meet the next, too.
+                error_line(error)
+                told.append({"name": one, "error": str(error)})
+                continue
+            told.append(export_document(report))
+            if not as_json:
+                say(report.line())
+    finally:
+        if as_json:
+            print_json(told)
+    if any("error" in one for one in told):
+        raise typer.Exit(1)
+
+
+@command
+def import_bitdelta(
+    base: Annotated[str, typer.Argument(help="The base: folder or hub id.")],
+    file: Annotated[
+        Path, typer.Argument(help="A .pt file of the original BitDelta code.", parser=parse_path)
+    ],
+    family: Annotated[
+        Path,
+        typer.Option(help="Folder of the family; made if absent.", parser=parse_path),
+    ],
+    name: Annotated[str | None, typer.Option(help="Of the variant [default: the file's].")] = None,
+    files: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with the fine-tune's tokenizer and configuration, which the file lacks.",
+            parser=parse_path,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Add an original BitDelta file to a family, sign for sign; nothing in it is run.
+
+    Example: soupkit import-bitdelta base diff.pt --family family --name vicuna
+    """
+    from soupkit.bitdelta_file import import_bitdelta as run
+    from soupkit.checkpoint import open_checkpoint
+
+    name = name or file.stem
+    check_variant_name(name)
+    with show_progress(f"importing {name}") as progress:
+        report = run(
+            open_checkpoint(base),
+            file,
+            family=family,
+            name=name,
+            companions=files,
+            progress=progress,
+        )
     if as_json:
-        print_json([export_document(report) for report in reports])
+        print_json(export_document(report))
+    else:
+        say(report.line())
 
 
 @command

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from soupkit.cli.app import BaseOption, Json, Out, command, torch_dtype
+from soupkit.cli.app import BaseOption, Json, Out, command, parse_path, torch_dtype
 from soupkit.cli.console import (
     Dtype,
     Method,
@@ -20,10 +20,23 @@ from soupkit.config import DEFAULT_RANK
 
 @command
 def merge(
-    base: Annotated[str, typer.Argument(help="The common base: folder or hub id.")],
-    checkpoints: Annotated[list[str], typer.Argument(help="Fine-tunes of it.")],
     out: Out,
-    method: Annotated[Method, typer.Option(help="How deltas are merged.")] = Method.svd_mean,
+    base: Annotated[
+        str | None, typer.Argument(help="The common base: folder or hub id.", show_default=False)
+    ] = None,
+    checkpoints: Annotated[
+        list[str] | None, typer.Argument(help="Fine-tunes of it.", show_default=False)
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="A merge config of mergekit instead: linear or task_arithmetic of whole models.",
+            parser=parse_path,
+        ),
+    ] = None,
+    method: Annotated[
+        Method | None, typer.Option(help="How deltas are merged [default: svd_mean].")
+    ] = None,
     rank: Annotated[
         int | None, typer.Option(help=f"Rank kept by svd_mean [default: {DEFAULT_RANK}].")
     ] = None,
@@ -34,7 +47,7 @@ def merge(
         str | None, typer.Option(help="One number a checkpoint, as in 0.7,0.3 [default: equal].")
     ] = None,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Of the result [default: the base's].")
+        Dtype | None, typer.Option(help="Of the result [default: the config's, or the base's].")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the randomised decompositions.")] = 0,
     as_json: Json = False,
@@ -45,26 +58,37 @@ def merge(
     """
     from soupkit.checkpoint import open_checkpoint
     from soupkit.merge import MergeRule
+    from soupkit.merge_config import MergePlan, read_merge_config
     from soupkit.offline import merge_checkpoints
 
-    if method is Method.svd_mean and rank is None and energy is None:
-        rank = DEFAULT_RANK
-    rule = MergeRule(method.value, rank, energy, parse_weights(weights), seed)
-    opened = [open_checkpoint(one) for one in checkpoints]
+    if config is None:
+        if base is None or not checkpoints:
+            raise typer.BadParameter("give BASE and CHECKPOINTS, or --config")
+        chosen = method or Method.svd_mean
+        if chosen is Method.svd_mean and rank is None and energy is None:
+            rank = DEFAULT_RANK
+        rule = MergeRule(chosen.value, rank, energy, parse_weights(weights), seed)
+        plan = MergePlan(base, tuple(checkpoints), rule, None, chosen.value)
+    else:
+        given = (base, method, rank, energy, weights)
+        if checkpoints or any(one is not None for one in given):
+            raise typer.BadParameter("--config says what is merged and how: leave the rest out")
+        plan = read_merge_config(config)
     with show_progress("merging") as progress:
         report = merge_checkpoints(
-            open_checkpoint(base),
-            opened,
+            open_checkpoint(plan.base),
+            [open_checkpoint(one) for one in plan.checkpoints],
             out=out,
-            rule=rule,
-            dtype=torch_dtype(dtype.value if dtype else None),
+            rule=plan.rule,
+            dtype=torch_dtype(dtype.value if dtype else plan.dtype),
             progress=progress,
         )
     if as_json:
         print_json({"path": str(report.path), **report.to_json()})
         return
-    count = "1 checkpoint" if len(opened) == 1 else f"{len(opened)} checkpoints"
-    say(f"{out}: {method.value} of {count} in {report.seconds:.1f} s")
+    count = len(plan.checkpoints)
+    told = "1 checkpoint" if count == 1 else f"{count} checkpoints"
+    say(f"{out}: {plan.method} of {told} in {report.seconds:.1f} s")
 
 
 @command
