@@ -1,0 +1,78 @@
+"""Commands that make a stored variant better: distill."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from soupkit.cli.app import BaseOption, FamilyPath, Json, command, parse_path
+from soupkit.cli.console import print_json, say, show_progress
+
+
+@command
+def distill(
+    family: FamilyPath,
+    name: Annotated[str, typer.Argument(help="The variant.")],
+    finetuned: Annotated[str, typer.Option(help="Its fine-tune: folder or hub id.")],
+    data: Annotated[
+        Path,
+        typer.Option(
+            help='Texts to match: JSON lines of {"prompt", "answer"} or {"text"}.',
+            parser=parse_path,
+        ),
+    ],
+    out_name: Annotated[
+        str | None, typer.Option(help="Name of the result [default: it replaces the variant].")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Of the optimiser, at most.")] = 40,
+    learning_rate: Annotated[float, typer.Option(help="Relative to each scale.")] = 0.02,
+    batch: Annotated[int, typer.Option(help="Lines of the data a step.")] = 8,
+    held_out: Annotated[float, typer.Option(help="Share of the data that only scores.")] = 0.2,
+    evaluate_every: Annotated[int, typer.Option(help="Steps between two scores.")] = 5,
+    patience: Annotated[int, typer.Option(help="Scores without a gain that end the run.")] = 3,
+    norms: Annotated[
+        bool, typer.Option("--norms", help="Train norms and biases that are stored whole, too.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of the held-out share and the order.")] = 0,
+    state: Annotated[
+        Path | None,
+        typer.Option(help="Folder to save the run in, and to resume it from.", parser=parse_path),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
+    base: BaseOption = None,
+    as_json: Json = False,
+) -> None:
+    """Train a variant's scales to answer as its fine-tune; kept only if held-out text says so.
+
+    Example: soupkit distill family coder --finetuned coder-ft --data train.jsonl
+    """
+    from soupkit.distill import DistillConfig
+    from soupkit.distill import distill as run
+
+    config = DistillConfig(
+        steps=steps,
+        learning_rate=learning_rate,
+        batch=batch,
+        held_out=held_out,
+        evaluate_every=evaluate_every,
+        patience=patience,
+        norms=norms,
+        seed=seed,
+    )
+    with show_progress(f"distilling {name}") as progress:
+        report = run(
+            family,
+            name,
+            finetuned=finetuned,
+            data=data,
+            config=config,
+            out_name=out_name,
+            base=base,
+            state=state,
+            device=device,
+            progress=progress,
+        )
+    if as_json:
+        print_json(report.to_json())
+    else:
+        say(report.line())
