@@ -8,6 +8,8 @@ command that needs them.
 # Importing a module registers its commands, in the order that --help shows.
 from soupkit.cli import models as models  # isort: skip
 from soupkit.cli import families as families  # isort: skip
+from soupkit.cli import tuning as tuning  # isort: skip
+from soupkit.cli import quality as quality  # isort: skip
 from soupkit.cli import running as running  # isort: skip
 from soupkit.cli.app import app
 from soupkit.cli.console import prepare_process

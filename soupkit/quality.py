@@ -1,0 +1,342 @@
+"""How well a causal language model does on held-out data: loss, KL to another model, exact match.
+
+    loss = -mean log p(token)                          over answer tokens, in nats
+    KL(p || q) = mean sum_v p(v) (log p(v) - log q(v)) over answer tokens, p the reference
+
+Data are JSON lines of {"prompt", "answer"} or {"text"}. Prompt and answer are tokenised apart and
+without the tokenizer's own first and last tokens, as the recipes train them, and the end of text
+belongs to the answer; a prompt that needs a first token has it written out. Of a text all tokens
+but the first are answer. Log-probabilities are float64 of the model's float32 logits. A model's own
+settings for sampling are ignored: decoding is greedy. No files are written, nothing is judged here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from soupkit.errors import CheckpointError
+from soupkit.files import parse_json
+
+IGNORED = -100
+# Of a batch, padding included: its float32 logits take 2048 * 4 bytes a word of the vocabulary.
+BATCH_TOKENS = 2048
+DECODE_BATCH = 16
+# A rambling model is cut this many tokens after the longest answer.
+SLACK_TOKENS = 8
+_POSITIONS = 256
+
+Step = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One line of the data. prompt: "" for a text. answer: the answer, or the text. line: in the
+    file, from 1.
+    """
+
+    prompt: str
+    answer: str
+    line: int
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it has no prompt, so that there is nothing to answer."""
+        return not self.prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An example as tokens: ids, of which those from `start` on are answer."""
+
+    ids: tuple[int, ...]
+    start: int
+    example: Example
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """loss: in nats an answer token. tokens: how many. kl: of the reference to the model, in nats
+    an answer token; None without a reference.
+    """
+
+    loss: float
+    tokens: int
+    kl: float | None
+
+
+def read_examples(path: str | Path) -> list[Example]:
+    """The examples of a JSONL file; empty lines are skipped.
+
+    Raises:
+        ValueError: a line, which is named by its number, is no such object; or there is none.
+        OSError: the file cannot be read.
+    """
+    path = Path(path)
+    found = []
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if raw.strip():
+                try:
+                    found.append(_example(parse_json(raw), number))
+                except ValueError as error:
+                    raise ValueError(f"{path}, line {number}: {error}") from None
+    if not found:
+        raise ValueError(f'{path} has no example: give lines of {{"prompt": ..., "answer": ...}}')
+    return found
+
+
+def _example(row: Any, number: int) -> Example:
+    wanted = 'needs {"prompt": "...", "answer": "..."} or {"text": "..."}'
+    if not isinstance(row, dict) or ("text" in row) == ("prompt" in row or "answer" in row):
+        raise ValueError(wanted)
+    keys = ("text",) if "text" in row else ("prompt", "answer")
+    for key in keys:
+        if not isinstance(row.get(key), str) or not row[key]:
+            raise ValueError(f"{key!r} is {row.get(key)!r}: {wanted}, none of them empty")
+    if "text" in row:
+        return Example("", row["text"], number)
+    return Example(row["prompt"], row["answer"], number)
+
+
+def open_model(folder: str | Path, *, device: torch.device | str = "cpu") -> Any:
+    """The causal language model of a folder, float32, in eval mode; no code of the folder is run.
+
+    Raises:
+        CheckpointError: transformers cannot open it. ImportError: transformers is not installed.
+    """
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    try:
+        with _no_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+            )
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder}: transformers cannot open the model: {error}") from error
+    # Its own may sample, or punish repetitions; where it ends is kept.
+    model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
+    return model.to(device).eval().requires_grad_(False)
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Keep transformers' bars off the terminal, where the caller has its own."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
+
+
+def open_tokenizer(folder: str | Path) -> Any:
+    """The tokenizer of a model folder.
+
+    Raises:
+        CheckpointError: it has none. ImportError: transformers is not installed.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder}: no usable tokenizer: {error}") from error
+
+
+def context_of(model: Any) -> int | None:
+    """Tokens that a model takes at a time; None if its configuration does not say."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return most if isinstance(most, int) and most > 0 else None
+
+
+def encode(examples: Sequence[Example], tokenizer: Any, *, most: int | None = None) -> list[Row]:
+    """Examples as tokens.
+
+    Args:
+        most: tokens that the model takes; None: any number.
+
+    Raises:
+        ValueError: an example has no answer token that something precedes, or more than `most`.
+    """
+    end = tokenizer.eos_token_id
+    rows = []
+    for example in examples:
+        prompt = _ids(tokenizer, example.prompt)
+        answer = _ids(tokenizer, example.answer)
+        if not example.is_text and end is not None and answer[-1:] != [end]:
+            answer.append(end)
+        start = max(1, len(prompt))
+        ids = (*prompt, *answer)
+        if len(ids) <= start or (not example.is_text and not prompt):
+            raise ValueError(
+                f"line {example.line}: {len(prompt)} tokens of prompt and {len(answer)} of answer "
+                "leave nothing to score: drop the line"
+            )
+        if most is not None and len(ids) > most:
+            raise ValueError(
+                f"line {example.line}: {len(ids)} tokens, the model takes {most}: shorten the line"
+            )
+        rows.append(Row(ids, start, example))
+    return rows
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+
+@torch.inference_mode()
+def score(
+    model: Any, rows: Sequence[Row], *, reference: Any | None = None, step: Step | None = None
+) -> Score:
+    """Loss of a model on the answers of `rows`, and KL(reference || model) there.
+
+    Args:
+        reference: a model of the same vocabulary; its weights stay as they are.
+        step: called with the number of rows that a batch finished.
+
+    Raises:
+        ValueError: no row, or another vocabulary in the reference. CheckpointError: logits that are
+            not finite.
+    """
+    if not rows:
+        raise ValueError("no rows to score: give at least one example")
+    loss, distance, tokens = 0.0, 0.0, 0
+    for batch in _batches(rows):
+        ids, labels = _padded(batch)
+        ids, labels = ids.to(model.device), labels.to(model.device)
+        mask = (torch.arange(ids.shape[1], device=ids.device) < _lengths(batch, ids.device)).long()
+        answer = labels[:, 1:] != IGNORED
+        wanted = labels[:, 1:][answer]
+        ours = model(input_ids=ids, attention_mask=mask).logits[:, :-1][answer]
+        theirs = None
+        if reference is not None:
+            theirs = reference(input_ids=ids, attention_mask=mask).logits[:, :-1][answer]
+            if theirs.shape != ours.shape:
+                raise ValueError(
+                    f"a vocabulary of {ours.shape[1]} against {theirs.shape[1]} in the reference: "
+                    "there is no KL between them"
+                )
+        # Blocks of positions bound the float64 copies.
+        for at in range(0, len(wanted), _POSITIONS):
+            part = slice(at, at + _POSITIONS)
+            logs = ours[part].double().log_softmax(-1)
+            loss -= float(logs.gather(1, wanted[part, None]).sum())
+            if theirs is not None:
+                distance += _kl(theirs[part].double().log_softmax(-1), logs)
+        tokens += len(wanted)
+        if step:
+            step(len(batch))
+    if not math.isfinite(loss) or not math.isfinite(distance):
+        raise CheckpointError(
+            f"loss {loss}, KL {distance}: the model's logits are not finite; `soupkit verify` "
+            "finds damaged weights"
+        )
+    return Score(loss / tokens, tokens, None if reference is None else distance / tokens)
+
+
+def _kl(p: Tensor, q: Tensor) -> float:
+    """sum over rows of KL(p || q) of log-probabilities; rounding may not make it negative."""
+    # A logit of -inf in both has no weight.
+    terms = torch.where(p == -torch.inf, 0.0, p.exp() * (p - q))
+    return max(0.0, float(terms.sum()))
+
+
+def _batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """Rows of like length together, longest first, BATCH_TOKENS or one row at a time."""
+    batch: list[Row] = []
+    for row in sorted(rows, key=lambda row: -len(row.ids)):
+        if batch and len(batch[0].ids) * (len(batch) + 1) > BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(row)
+    yield batch
+
+
+def _padded(batch: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    """ids and labels [rows, longest]; padded on the right with 0, which no token before sees."""
+    width = max(len(row.ids) for row in batch)
+    ids = torch.zeros(len(batch), width, dtype=torch.long)
+    labels = torch.full((len(batch), width), IGNORED)
+    for place, row in enumerate(batch):
+        tokens = torch.tensor(row.ids)
+        ids[place, : len(tokens)] = tokens
+        labels[place, row.start : len(tokens)] = tokens[row.start :]
+    return ids, labels
+
+
+def _lengths(batch: Sequence[Row], device: torch.device) -> Tensor:
+    return torch.tensor([[len(row.ids)] for row in batch], device=device)
+
+
+@torch.inference_mode()
+def exact_matches(
+    model: Any,
+    rows: Sequence[Row],
+    tokenizer: Any,
+    *,
+    step: Step | None = None,
+) -> list[bool]:
+    """For each row with a prompt, in order: whether the greedy answer is the given one, as text
+    without white space around it.
+
+    Args:
+        step: called with the number of rows that a batch finished.
+    """
+    asked = [row for row in rows if not row.example.is_text]
+    if not asked:
+        return []
+    ends = sorted({*_end_tokens(model.generation_config), *_end_tokens(tokenizer)})
+    longest = max(len(row.ids) - row.start for row in asked) + SLACK_TOKENS
+    order = sorted(range(len(asked)), key=lambda i: asked[i].start)
+    right = [False] * len(asked)
+    # Prompts of one length go together, so that none is padded.
+    for _, same in groupby(order, key=lambda i: asked[i].start):
+        group = list(same)
+        for at in range(0, len(group), DECODE_BATCH):
+            batch = group[at : at + DECODE_BATCH]
+            prompts = torch.tensor([asked[i].ids[: asked[i].start] for i in batch])
+            for i, tokens in zip(batch, _greedy(model, prompts, longest, ends), strict=True):
+                text = tokenizer.decode(tokens, skip_special_tokens=True)
+                right[i] = text.strip() == asked[i].example.answer.strip()
+            if step:
+                step(len(batch))
+    return right
+
+
+def _end_tokens(owner: Any) -> list[int]:
+    end = owner.eos_token_id
+    return [] if end is None else [end] if isinstance(end, int) else list(end)
+
+
+def _greedy(model: Any, prompts: Tensor, most: int, ends: Sequence[int]) -> list[list[int]]:
+    """The likeliest next tokens after each prompt, up to one of `ends` (left out) or `most`."""
+    prompts = prompts.to(model.device)
+    context = context_of(model)
+    if context is not None:
+        most = min(most, context - prompts.shape[1])
+    out = model.generate(
+        input_ids=prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=most,
+        do_sample=False,
+        eos_token_id=list(ends) or None,
+        # It only fills rows that have ended.
+        pad_token_id=ends[0] if ends else 0,
+    )
+    answers = []
+    for row in out[:, prompts.shape[1] :].tolist():
+        stop = next((place for place, token in enumerate(row) if token in ends), len(row))
+        answers.append(row[:stop])
+    return answers
