@@ -10,6 +10,7 @@ hostile input, without running what it pickles; no weight is trained or encoded 
 """
 
 import math
+import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from soupkit.checkpoint import Checkpoint
 from soupkit.errors import BundleError
 from soupkit.export import ExportReport, Progress, export_variant
 from soupkit.files import fault_text, open_regular
-from soupkit.forms import Encoding
+from soupkit.forms import RAW, Encoding
 from soupkit.tensorfile import DTYPES
 from soupkit_kernels import Delta
 
@@ -57,6 +58,7 @@ def import_bitdelta(
         BitDeltaFile(path, base),
         family=family,
         name=name,
+        encoding=RAW,
         companions=companions,
         history=({"imported": "BitDelta", "file": path.name},),
         progress=progress,
@@ -165,7 +167,10 @@ def _load(path: Path) -> dict[str, Tensor]:
     """The tensors of a file by name, mapped; BundleError for all that is no plain dict of them."""
     _check_archive(path)
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with warnings.catch_warnings():
+            # torch warns of pickles that it would not write itself.
+            warnings.simplefilter("error")
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # noqa: BLE001  # a hostile pickle may raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise BundleError(f"{path}: cannot be read as plain tensors: {reason}") from None
