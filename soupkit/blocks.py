@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from soupkit.candidates import measure
 from soupkit.delta import layout, subtract
 from soupkit.encoding import decode_rows, encode_blocks
 from soupkit.forms import Encoding
@@ -57,6 +58,19 @@ def encode_pair(
     else:
         encoded = encode_blocks(pair.read, pair.shape, encoding, factor_dtype=dtype)
     return encoded, pair.energy, _lost(pair, encoded, encoding)
+
+
+def measure_pair(name: str, ours: Tensor, theirs: Tensor) -> tuple[float, dict[str, float]]:
+    """||delta||^2 of ours - theirs, and what its forms would lose; see candidates.measure.
+
+    Args, Raises: as encode_pair.
+    """
+    pair = _Pair(name, ours, theirs)
+    energy, errors = measure(pair.read, pair.shape, factor_dtype=factor_dtype(ours.dtype))
+    if layout(name, ours.shape) == "experts":
+        # Experts would have a scale each.
+        errors.pop("matrix", None)
+    return energy, errors
 
 
 class _Pair:

@@ -53,6 +53,7 @@ def _variant(variant: Variant) -> dict[str, Any]:
         "companions": dict(manifest.companions),
         "history": [dict(event) for event in manifest.history],
         "metrics": dict(manifest.metrics),
+        "budget": dict(manifest.budget),
         "versions": dict(manifest.versions),
         "tensors": [asdict(entry) for entry in manifest.tensors],
     }

@@ -7,7 +7,7 @@ what is no matrix, not floating, or resized along the vocabulary is stored whole
 the base is not stored. Tensors are asked for once each, in the order of the fine-tune's names, and
 handled in blocks of rows (a low-rank part: a matrix at a time), so that memory does not grow with
 the model. Everything that can be known without reading a weight is checked first. Scales are not
-trained here, and which encoding pays where is not decided.
+trained here, and which encoding pays where is decided in soupkit.budget.
 """
 
 import math

@@ -133,6 +133,7 @@ class Manifest:
             name.
         companions: file name -> "sha256:<hex>". history: merges of the run, oldest first. metrics:
             of the run at its end. versions: of the packages that wrote it.
+        budget: of an export under one, see soupkit.budget.Plan.to_json.
     """
 
     name: str
@@ -143,6 +144,7 @@ class Manifest:
     history: tuple[Mapping[str, Any], ...] = ()
     metrics: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    budget: Mapping[str, Any] = field(default_factory=dict)
 
     def entries(self) -> dict[str, TensorEntry]:
         """The entries by parameter name."""
@@ -164,6 +166,7 @@ class Manifest:
             "history": [dict(event) for event in self.history],
             "metrics": dict(self.metrics),
             "versions": dict(self.versions),
+            "budget": dict(self.budget),
             "tensors": [{**asdict(entry), "shape": list(entry.shape)} for entry in self.tensors],
         }
         return {**body, "checksum": _checksum(body)}
@@ -203,6 +206,7 @@ class Manifest:
             ("history", list),
         ):
             _need(isinstance(body.get(key), kind), f"has no {key}")
+        _need(isinstance(body.get("budget", {}), dict), "has a budget that is no object")
         _need(isinstance(body.get("tensors"), list), "lists no tensors")
         _need(
             all(isinstance(event, dict) for event in body["history"]),
@@ -224,6 +228,7 @@ class Manifest:
             history=tuple(body["history"]),
             metrics=body["metrics"],
             versions=body["versions"],
+            budget=body.get("budget", {}),
         )
 
 

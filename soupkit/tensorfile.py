@@ -204,6 +204,44 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return _view(flat.view(torch.uint8))
 
 
+def file_bytes(specs: Mapping[str, TensorSpec]) -> int:
+    """Bytes of the file that TensorFileWriter makes of these tensors, without metadata."""
+    return len(_layout(specs, {})[0]) + sum(spec.nbytes for spec in specs.values())
+
+
+def most_bytes(name: str, spec: TensorSpec, most: int) -> int:
+    """Bytes of a tensor in a file whose data are at most `most` bytes, its share of the header
+    included; those of all tensors and 16 more are never less than the file's.
+    """
+    entry = json.dumps({name: _entry(spec, most, most)}, separators=(",", ":"), ensure_ascii=False)
+    return len(entry.encode()) + spec.nbytes
+
+
+def _entry(spec: TensorSpec, start: int, stop: int) -> dict[str, Any]:
+    return {
+        "dtype": dtype_name(spec.dtype),
+        "shape": list(spec.shape),
+        "data_offsets": [start, stop],
+    }
+
+
+def _layout(
+    specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int]]:
+    """What a file begins with, and where the data of each tensor begin behind that."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    starts: dict[str, int] = {}
+    end = 0
+    order = sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    for name, spec in order:
+        starts[name] = end
+        end += spec.nbytes
+        header[name] = _entry(spec, starts[name], end)
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)
+    return len(raw).to_bytes(8, "little") + raw, starts
+
+
 class TensorFileWriter:
     """Writes one safetensors file, tensor by tensor or piece by piece, in any order.
 
@@ -219,26 +257,13 @@ class TensorFileWriter:
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         """Write the header of `specs` to the new file `path`. Raises OSError, ValueError."""
-        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-        self._starts: dict[str, int] = {}
-        end = 0
-        order = sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-        for name, spec in order:
-            self._starts[name] = end
-            header[name] = {
-                "dtype": dtype_name(spec.dtype),
-                "shape": list(spec.shape),
-                "data_offsets": [end, end + spec.nbytes],
-            }
-            end += spec.nbytes
-        raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        raw += b" " * (-len(raw) % 8)
+        raw, self._starts = _layout(specs, metadata or {})
         self._specs = dict(specs)
         self._missing = {name: spec.nbytes for name, spec in specs.items()}
-        self._data_start = 8 + len(raw)
+        self._data_start = len(raw)
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by close()
         try:
-            self._write(len(raw).to_bytes(8, "little") + raw, 0)
+            self._write(raw, 0)
         except BaseException:
             self._file.close()
             raise

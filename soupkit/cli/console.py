@@ -149,6 +149,28 @@ def adapter_document(report: Any) -> dict[str, Any]:
     }
 
 
+def print_budget(document: dict[str, Any]) -> None:
+    """Print what an export under a budget chose, and what other budgets would buy, on stdout."""
+    console = _console()
+    if "choices" in document:
+        table = Table("encoding", "tensors", "bytes", "lost energy")
+        for group in document["choices"]:
+            told = size_of(group["bytes"]), f"{group['lost_energy']:.3f}"
+            table.add_row(group["encoding"], str(group["tensors"]), *told)
+        total = sum(group["tensors"] for group in document["choices"])
+        told = size_of(document["bytes"]), f"{document['lost_energy']:.3f}"
+        table.add_row("variant.safetensors", str(total), *told)
+        console.print(table)
+    table = Table("budget", "bytes", "lost energy", title="what a budget buys")
+    for point in document["frontier"]:
+        mark = " *" if point["budget_bytes"] == document["budget_bytes"] else ""
+        told = size_of(point["bytes"]), f"{point['lost_energy']:.3f}"
+        table.add_row(size_of(point["budget_bytes"]) + mark, *told)
+    row = document["row"]
+    table.add_row("row scales", size_of(row["bytes"]), f"{row['lost_energy']:.3f}")
+    console.print(table)
+
+
 @contextmanager
 def show_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
     """Yield a callback (what, done, total) that draws a bar on stderr if that is a terminal."""
@@ -173,9 +195,7 @@ def show_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
 
 def print_inspection(document: dict[str, Any]) -> None:
     """Print what soupkit.describe found as tables on stdout."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PIPE_COLUMNS)
+    console = _console()
     if document["kind"] == "family":
         _print_family(console, document)
     elif document["kind"] == "variant":
@@ -186,6 +206,11 @@ def print_inspection(document: dict[str, Any]) -> None:
         console.print(f"{len(document['tensors'])} tensors, {document['bytes']['total']:,} bytes")
         for alias, source in document["tied"].items():
             console.print(f"{alias} is tied to {source}", highlight=False, soft_wrap=True)
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_COLUMNS)
 
 
 def size_of(num_bytes: int) -> str:
@@ -245,6 +270,8 @@ def _print_variant(console: Console, document: dict[str, Any]) -> None:
             f"{entry['residual_energy']:.3f}" if entry["kind"] == "delta" else "",
         )
     console.print(table)
+    if document["budget"]:
+        print_budget(document["budget"])
     for event in document["history"]:
         console.print(_pairs(event), highlight=False, markup=False, soft_wrap=True)
     if document["metrics"]:

@@ -1,7 +1,7 @@
 """Commands on a family on disk: export, restore, inspect, verify, remove."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,6 +10,8 @@ from soupkit.cli.console import (
     Dtype,
     error_line,
     export_document,
+    parse_bytes,
+    print_budget,
     print_inspection,
     print_json,
     say,
@@ -17,6 +19,13 @@ from soupkit.cli.console import (
 )
 from soupkit.config import check_variant_name
 from soupkit.errors import CheckpointError, MergeError
+
+if TYPE_CHECKING:
+    from soupkit.checkpoint import Checkpoint
+    from soupkit.export import ExportReport, Progress
+
+# Of --encoding: no form by itself.
+_AUTO = "auto"
 
 
 @command
@@ -35,9 +44,17 @@ def export(
         typer.Option(
             help="Of every changed matrix: row, matrix, column or rank1 scales of its signs, with "
             "-x2 to -x4 for more planes and then -refit to fit them together; lowrank-R, "
-            "lowrank-R+row, row+lowrank-R; sparse; raw."
+            "lowrank-R+row, row+lowrank-R; sparse; raw. auto: for each the form that loses least "
+            "within --budget-bytes."
         ),
     ] = "row",
+    budget_bytes: Annotated[
+        str | None,
+        typer.Option(
+            help="With --encoding auto: of variant.safetensors, as in 20MB "
+            "[default: what row scales would take]."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Add fine-tunes to a family as variants of its base, one bit a weight unless told otherwise.
@@ -45,10 +62,14 @@ def export(
     Of several, one that fails does not keep the others out: exit code 1, and its reason is told.
 
     Example: soupkit export base coder-ft --family family --name coder --encoding lowrank-16+row
+
+    Example: soupkit export base coder-ft --family family --encoding auto --budget-bytes 20MB
     """
     from soupkit.checkpoint import open_checkpoint
-    from soupkit.export import export_variant
 
+    budget = parse_bytes(budget_bytes)
+    if budget is not None and encoding != _AUTO:
+        raise ValueError(f"--budget-bytes goes with --encoding {_AUTO}, not with {encoding}")
     opened = [open_checkpoint(one) for one in finetuned]
     names = name or [one.path.name for one in opened]
     if len(names) != len(opened) or len(set(names)) != len(names):
@@ -61,13 +82,13 @@ def export(
         for checkpoint, one in zip(opened, names, strict=True):
             try:
                 with show_progress(f"exporting {one}") as progress:
-                    report = export_variant(
+                    report, budgeted = _export(
                         root,
                         checkpoint,
                         family=family,
                         name=one,
                         encoding=encoding,
-                        companions=checkpoint.path,
+                        budget_bytes=budget,
                         progress=progress,
                     )
             except (CheckpointError, MergeError) as error:
@@ -75,14 +96,42 @@ def export(
                 error_line(error)
                 told.append({"name": one, "error": str(error)})
                 continue
-            told.append(export_document(report))
+            told.append(export_document(report) | ({"budget": budgeted} if budgeted else {}))
             if not as_json:
                 say(report.line())
+                if budgeted:
+                    print_budget(budgeted)
     finally:
         if as_json:
             print_json(told)
     if any("error" in one for one in told):
         raise typer.Exit(1)
+
+
+def _export(
+    base: "Checkpoint",
+    finetuned: "Checkpoint",
+    *,
+    family: Path,
+    name: str,
+    encoding: str,
+    budget_bytes: int | None,
+    progress: "Progress",
+) -> "tuple[ExportReport, dict[str, Any] | None]":
+    """One export; what soupkit.budget tells of it with encoding auto."""
+    from soupkit.budget import export_within
+    from soupkit.export import export_variant
+
+    place: dict[str, Any] = {
+        "family": family,
+        "name": name,
+        "companions": finetuned.path,
+        "progress": progress,
+    }
+    if encoding != _AUTO:
+        return export_variant(base, finetuned, encoding=encoding, **place), None
+    report = export_within(base, finetuned, budget_bytes=budget_bytes, **place)
+    return report.export, report.to_json()
 
 
 @command
