@@ -177,7 +177,7 @@ def test_held_out_kl_falls_and_what_is_restored_has_it(models, tmp_path, name):
     assert after.manifest.digest == report.digest != before.manifest.digest
     assert after.manifest.companions == before.manifest.companions
     (event,) = after.manifest.history
-    assert (event["event"], event["best_kl"]) == ("distill", report.kl)
+    assert (event["event"], event["kl"]) == ("distill", report.kl)
     end = restore(family, "v", out=tmp_path / "end").path
     assert held_out_kl(models, start, FAST) == pytest.approx(report.start_kl, rel=1e-3)
     assert held_out_kl(models, end, FAST) == pytest.approx(report.kl, rel=1e-3)

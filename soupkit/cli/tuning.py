@@ -1,5 +1,6 @@
 """Commands that make a stored variant better: distill."""
 
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -7,6 +8,13 @@ import typer
 
 from soupkit.cli.app import BaseOption, FamilyPath, Json, command, parse_path
 from soupkit.cli.console import print_json, say, show_progress
+
+
+class DistillMethod(str, Enum):
+    """What the scales are fitted to."""
+
+    kl = "kl"
+    gram = "gram"
 
 
 @command
@@ -24,6 +32,13 @@ def distill(
     out_name: Annotated[
         str | None, typer.Option(help="Name of the result [default: it replaces the variant].")
     ] = None,
+    method: Annotated[
+        DistillMethod,
+        typer.Option(
+            help="kl: train on the logits. gram: least squares layer by layer, for little data and "
+            "models larger than memory; of the options below only batch, held-out and seed count."
+        ),
+    ] = DistillMethod.kl,
     steps: Annotated[int, typer.Option(help="Of the optimiser, at most.")] = 40,
     learning_rate: Annotated[float, typer.Option(help="Relative to each scale.")] = 0.02,
     batch: Annotated[int, typer.Option(help="Lines of the data a step.")] = 8,
@@ -50,6 +65,7 @@ def distill(
     from soupkit.distill import distill as run
 
     config = DistillConfig(
+        method=method.value,
         steps=steps,
         learning_rate=learning_rate,
         batch=batch,

@@ -5,26 +5,28 @@
 Signs, low-rank parts and whole tensors stay as they are (norms may be trained too). Never worse
 than the start on held-out text: if nothing was better, the start is kept, bit for bit. The family
 changes in one step at the end, or not at all. Source: BitDelta, arXiv 2402.10193, section 3.1 (its
-squared error of logits is a KL here, and Adam's step is relative to each scale). The model and its
-gradients need memory for the base in float32, and for the fine-tune before or beside it; there is
-no layer-wise streaming of a model that is larger.
+squared error of logits is a KL here, and Adam's step is relative to each scale). Training holds the
+base in float32, and the fine-tune before or beside it; models larger than memory have the method
+"gram" (grams.py), layer by layer and without gradients.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from soupkit.bundle import Variant
 from soupkit.checkpoint import Checkpoint, checkpoint_fingerprint, open_checkpoint
 from soupkit.config import check_variant_name
 from soupkit.delta import subtract
 from soupkit.distill.batches import split
+from soupkit.distill.grams import GramFit
 from soupkit.distill.models import Student, Teacher
 from soupkit.distill.run import Counters, DistillConfig, Progress, Run
 from soupkit.distill.state import remove_state
@@ -35,8 +37,11 @@ from soupkit.pairs import pair_names
 from soupkit.quality import Row, encode, open_tokenizer, read_examples
 from soupkit.restore import check_covers, open_intact
 from soupkit.rewrite import energies, rewrite_variant
+from soupkit_kernels import Delta
 
 __all__ = ["DistillConfig", "DistillReport", "distill"]
+
+_NOTHING = "no scale to train: distillation is for signs in linear layers or embeddings"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,8 @@ def distill(
     out_name = check_variant_name(name if out_name is None else out_name)
     folder = None if state is None else Path(state)
     place = _device(device)
+    if config.method == "gram" and (folder is not None or config.norms or place.type != "cpu"):
+        raise ValueError("method 'gram' takes no state, no norms and no device but the CPU")
     found = open_family(family)
     variant = open_intact(found, name)
     checkpoint, theirs = open_base(found, base), open_checkpoint(finetuned)
@@ -120,10 +127,13 @@ def distill(
         "config": config.identity(),
     }
     models = _Models(variant, checkpoint, theirs, place)
-    student, at = _train(models, rows, config, run=run, folder=folder, progress=progress)
-    digest = variant.manifest.digest
+    if config.method == "gram":
+        result = _solve(models, rows, config, progress)
+    else:
+        result = _train(models, rows, config, run=run, folder=folder, progress=progress)
+    at, digest = result.at, variant.manifest.digest
     if at.best_step or out_name != name:
-        digest = _write(models, found, (name, out_name), student, {**run, **asdict(at)})
+        digest = _write(models, found, (name, out_name), result, run)
     if folder is not None:
         remove_state(folder)
     return DistillReport(out_name, digest, at.start_kl, at.best_kl, at.step, at.best_step)
@@ -148,6 +158,32 @@ class _Models:
     device: torch.device
 
 
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """The numbers to store, the start's if nothing was better, and how they came about."""
+
+    deltas: Mapping[str, Delta]
+    raw: Mapping[str, Tensor]
+    at: Counters
+
+
+def _solve(
+    models: _Models, rows: Sequence[Row], config: DistillConfig, progress: Progress | None
+) -> _Result:
+    """Scales by least squares, if they are better."""
+    train, held_out = split(len(rows), held_out=config.held_out, seed=config.seed)
+    fit = GramFit(models.base, models.finetuned, models.variant, rows, batch=config.batch)
+    at = Counters(start_kl=fit.held_out_kl(held_out, {}))
+    deltas = fit.fit(train, gram_bytes=config.gram_bytes, progress=progress)
+    if not deltas:
+        raise ValueError(f"{models.variant.path}: {_NOTHING}")
+    kl = fit.held_out_kl(held_out, deltas)
+    at.step, at.best_kl = 1, at.start_kl
+    if kl < at.start_kl:
+        at.best_kl, at.best_step = kl, 1
+    return _Result(deltas if at.best_step else {}, {}, at)
+
+
 def _train(
     models: _Models,
     rows: Sequence[Row],
@@ -156,8 +192,8 @@ def _train(
     run: dict[str, Any],
     folder: Path | None,
     progress: Progress | None,
-) -> tuple[Student, Counters]:
-    """The student with the best scales, and how it came there."""
+) -> _Result:
+    """Scales, and norms if asked for, by training."""
     parts = split(len(rows), held_out=config.held_out, seed=config.seed)
     # The teacher first: where its logits fit, it is gone before the student is loaded.
     teacher = Teacher(
@@ -174,12 +210,9 @@ def _train(
         device=models.device,
     )
     if not student.parameters():
-        raise ValueError(
-            f"{models.variant.path}: no scale to train: distillation is for variants with signs in "
-            "linear layers or embeddings"
-        )
+        raise ValueError(f"{models.variant.path}: {_NOTHING}")
     at = Run(student, teacher, rows, parts, config).train(folder=folder, run=run, progress=progress)
-    return student, at
+    return _Result(student.deltas(), student.raw(), at) if at.best_step else _Result({}, {}, at)
 
 
 def _norm_units(models: _Models) -> dict[str, float]:
@@ -199,28 +232,27 @@ def _write(
     models: _Models,
     family: Family,
     names: tuple[str, str],
-    student: Student,
-    told: dict[str, Any],
+    result: _Result,
+    run: dict[str, Any],
 ) -> str:
-    """Put the student's numbers into the family; returns the digest. names: old and new."""
-    deltas = student.deltas()
+    """Put the new numbers into the family; returns the digest. names: old and new."""
+    at = result.at
     event = {
         "event": "distill",
-        "method": "kl",
-        **{key: told[key] for key in ("start_kl", "best_kl", "step", "best_step")},
-        "finetuned": told["finetuned"],
-        "data": told["data"],
-        "variant": told["variant"],
-        "config": told["config"],
+        "start_kl": at.start_kl,
+        "kl": at.best_kl,
+        "steps": at.step,
+        "best_step": at.best_step,
+        **run,
     }
     ref = rewrite_variant(
         family,
         models.variant,
         source=names[0],
         name=names[1],
-        deltas=deltas,
-        raw=student.raw(),
-        residual_energy=energies(deltas, models.base, models.finetuned),
+        deltas=result.deltas,
+        raw=result.raw,
+        residual_energy=energies(result.deltas, models.base, models.finetuned),
         event=event,
     )
     return ref.digest

@@ -12,18 +12,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from soupkit.checks import check_count
+from soupkit.checks import check_choice, check_count
 from soupkit.distill.batches import batch_at, num_scored
 from soupkit.distill.models import Student, Teacher
 from soupkit.distill.state import load_state, save_state
 from soupkit.quality import Row
 
 Progress = Callable[[str, int, int], None]
+Method = Literal["kl", "gram"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +32,21 @@ class DistillConfig:
     """How to distil.
 
     Args:
+        method: "kl" trains on the logits; "gram" solves each linear's scales from its inputs, which
+            takes little data and a layer at a time in memory, and only batch, held_out, seed and
+            gram_bytes matter.
         steps: of the optimiser at most. learning_rate: of Adam, relative to each scale. batch: rows
             a step. held_out: share of the rows that score and are not trained on. evaluate_every:
             steps. patience: evaluations without a gain that end the run. norms: train raw vectors
             (norms, biases) too. teacher_bytes: of the fine-tune's logits kept in memory; where they
-            take more, the fine-tune stays in memory and is run again for every batch. seed: of the
+            take more, the fine-tune stays in memory and is run again for every batch. gram_bytes:
+            of the Grams kept in memory, K x K in float64 each; one is always kept. seed: of the
             split and the order.
     Raises:
         ValueError: a value out of range.
     """
 
+    method: Method = "kl"
     steps: int = 40
     learning_rate: float = 0.02
     batch: int = 8
@@ -49,14 +55,16 @@ class DistillConfig:
     patience: int = 3
     norms: bool = False
     teacher_bytes: int = 2 * 2**30
+    gram_bytes: int = 2**30
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Check each value."""
         for field in ("steps", "batch", "evaluate_every", "patience"):
             check_count(field, getattr(self, field), least=1)
-        check_count("teacher_bytes", self.teacher_bytes, least=0)
-        check_count("seed", self.seed, least=0)
+        for field in ("teacher_bytes", "gram_bytes", "seed"):
+            check_count(field, getattr(self, field), least=0)
+        check_choice("method", self.method, get_args(Method))
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate={self.learning_rate}: needs a number above 0")
         if not 0 < self.held_out < 1:
