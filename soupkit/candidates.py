@@ -110,8 +110,8 @@ def _measure_low_rank(
     for rows in row_blocks(shape):
         left, start = read(rows), 0
         for rank in (one for one in RANKS if one <= most):
-            left -= _product(low, rows, start, rank)
-            start = rank
+            # Not in place: the first is the caller's.
+            left, start = left - _product(low, rows, start, rank), rank
             lost = squared_norm(left)
             kept = left.abs().sum(dim=1, dtype=torch.float64).square().sum() / shape[1]
             for name, error in ((f"lowrank-{rank}", lost), (f"lowrank-{rank}+row", lost - kept)):
