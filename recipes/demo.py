@@ -3,6 +3,8 @@ export them at one bit per weight, serve the family, and ask every variant the s
 
     python recipes/demo.py --out demo
 
+It keeps the full fine-tunes in demo/full and unseen words in demo/heldout, for `soupkit report`.
+
 Everything is generated: words of eight random letters, one token a letter. The base learns to copy,
 upper-case and shift by one; each variant learns one cipher that the base does not know.
 """
@@ -198,8 +200,10 @@ def train_base(folder: Path) -> None:
     make_tokenizer().save_pretrained(folder)
 
 
-def train_variant(task: Task, *, base: Path, family: Path, out: Path) -> float:
-    """Fine-tunes the base on one cipher and exports it; returns the fine-tune's exact match."""
+def train_variant(task: Task, *, base: Path, family: Path, out: Path, full: Path) -> float:
+    """Fine-tunes the base on one cipher, exports it and keeps the dense model in `full`; returns
+    the fine-tune's exact match.
+    """
     model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
     model.get_input_embeddings().weight.requires_grad_(False)
     soup = SoupCallback(
@@ -216,7 +220,16 @@ def train_variant(task: Task, *, base: Path, family: Path, out: Path) -> float:
         schedule="constant",
         callbacks=[soup],
     )
+    model.save_pretrained(full)
+    make_tokenizer().save_pretrained(full)
     return exact_match(model, task, 500)
+
+
+def write_held_out(task: Task, path: Path) -> None:
+    """A thousand unseen words as JSON lines of prompt and answer."""
+    rows = ({"prompt": prompt, "answer": answer} for prompt, answer in task.examples(1000, seed=1))
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def ask(client: OpenAI, model: str, prompt: str) -> str:
@@ -263,8 +276,13 @@ def main() -> None:
     for number, task in enumerate(tasks, start=2):
         console.rule(f"{number}. fine-tune {task.name}, merging every 10 steps, and export it")
         full[task.name] = train_variant(
-            task, base=base, family=family, out=out / "runs" / task.name
+            task,
+            base=base,
+            family=family,
+            out=out / "runs" / task.name,
+            full=out / "full" / task.name,
         )
+        write_held_out(task, out / "heldout" / f"{task.name}.jsonl")
 
     console.rule("5. serve the family and ask every variant the same word")
     plain = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -300,6 +318,12 @@ def main() -> None:
     console.print(table)
     console.print(f"exact match on unseen words; {time.monotonic() - started:.0f} s in all")
     console.print(f"try it: soupkit serve {family}")
+    name = tasks[0].name
+    console.print(
+        f"measure it: soupkit report {family} --variant {name}={out / 'full' / name} "
+        f"--data {out / 'heldout' / name}.jsonl --encoding row-x2 --out {out / 'report'}",
+        soft_wrap=True,
+    )
 
 
 if __name__ == "__main__":

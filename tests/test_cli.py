@@ -22,7 +22,19 @@ from soupkit.export import export_variant
 from soupkit.version import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = ["merge", "export", "restore", "inspect", "verify", "lora", "remove", "serve", "bench"]
+COMMANDS = [
+    "merge",
+    "export",
+    "restore",
+    "inspect",
+    "verify",
+    "lora",
+    "remove",
+    "serve",
+    "bench",
+    "distill",
+    "report",
+]
 
 
 def run(*arguments):

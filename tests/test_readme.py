@@ -64,7 +64,9 @@ def folder(tmp_path: Path) -> Path:
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(base)
     rows = [{"prompt": f"{i} + {i} =", "answer": f" {2 * i}"} for i in range(40)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, part in {"train": rows, "heldout": rows[:4]}.items():
+        text = "".join(json.dumps(row) + "\n" for row in part)
+        (tmp_path / f"{name}.jsonl").write_text(text)
     return tmp_path
 
 
@@ -141,3 +143,4 @@ def test_the_readme_runs_from_top_to_bottom(
     assert (folder / "dense" / "model.safetensors").exists()
     assert (folder / "adapter" / "adapter_model.safetensors").exists()
     assert (folder / "merged" / "model.safetensors").exists()
+    assert (folder / "report" / "index.html").exists()

@@ -89,3 +89,6 @@ def test_smollm2_recipe_slice_trains_exports_and_serves_a_tiny_model(tmp_path: P
 
     assert "20 held-out prompts" in printed
     assert "equal to the restored model's: 20 of 20" in printed
+    lines = tmp_path / "heldout.jsonl"
+    assert "20 held-out" in run("heldout.py", "--train", train, "--data", data, "--out", str(lines))
+    assert [json.loads(line) for line in lines.read_text().splitlines()] == rows[160:]
