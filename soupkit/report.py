@@ -40,7 +40,7 @@ from soupkit.quality import (
     read_examples,
     score,
 )
-from soupkit.report_figures import spectra, stored_facts
+from soupkit.report_figures import kl_limit, spectra, stored_facts
 from soupkit.report_page import render
 from soupkit.restore import restore
 from soupkit.version import __version__
@@ -283,6 +283,7 @@ def _result(
         "loss": scored.loss,
         "kl": scored.kl,
         "kl_of_row": None,
+        "kl_verdict": None,
         "right": sum(right) if right else None,
         "exact_match": sum(right) / len(right) if right else None,
         "only_here": None,
@@ -308,8 +309,13 @@ def _result(
 
 
 def _tell_ratios(results: list[dict[str, Any]]) -> None:
-    """Set kl_of_row, KL over that of plain row scales, where these were measured."""
+    """Set kl_of_row, KL over that of plain row scales, and its verdict, where these were
+    measured.
+    """
     plain = [one["kl"] for one in results if one["encoding"] == "row" and one["kl"]]
     for one in results:
         if plain and one["encoding"] is not None and one["kl"] is not None:
             one["kl_of_row"] = one["kl"] / plain[-1]
+            limit = kl_limit(one["encoding"])
+            if limit is not None:
+                one["kl_verdict"] = "met" if one["kl_of_row"] <= limit else "not met"

@@ -9,20 +9,23 @@ from typing import Any
 from soupkit.bundle import Variant
 from soupkit.checkpoint import Checkpoint
 from soupkit.delta import layout, subtract
+from soupkit.forms import Encoding
 from soupkit.manifest import WEIGHTS_NAME, TensorEntry, model_bf16_bytes
 from soupkit.svd import truncated_svd
 
 # Matrices whose spectrum is shown, and how many of its values.
 SPECTRA = 4
 SPECTRUM_RANK = 64
+DISTILLED = ", distilled"
 
 
 def stored_facts(variant: Variant) -> dict[str, Any]:
     """What a variant's manifest tells, as keys of a report's result.
 
     Returns:
-        encoding: its names, with commas. bytes: of variant.safetensors. share: of the model's bf16
-        bytes. layers: mean relative residual energy of a layer's deltas, by its number or "other".
+        encoding: its names, with commas, and whether scales were distilled. bytes: of
+        variant.safetensors. share: of the model's bf16 bytes. layers: mean relative residual energy
+        of a layer's deltas, by its number or "other".
     """
     entries = variant.manifest.tensors
     size = (variant.path / WEIGHTS_NAME).stat().st_size
@@ -34,12 +37,27 @@ def stored_facts(variant: Variant) -> dict[str, Any]:
             layers.setdefault(str(layer) if layer >= 0 else "other", []).append(
                 entry.residual_energy
             )
+    is_distilled = any(event.get("event") == "distill" for event in variant.manifest.history)
     return {
-        "encoding": ", ".join(kinds) or "none",
+        "encoding": (", ".join(kinds) or "none") + DISTILLED * is_distilled,
         "bytes": size,
         "share": size / max(1, model_bf16_bytes(entries)),
         "layers": {label: sum(lost) / len(lost) for label, lost in layers.items()},
     }
+
+
+def kl_limit(encoding: str) -> float | None:
+    """The goal for KL over that of plain row scales: 1/2 for a distilled plane of signs, 1/4 for
+    two planes; None for the rest.
+    """
+    name = encoding.removesuffix(DISTILLED)
+    try:
+        form = Encoding.parse(name)
+    except ValueError:
+        return None
+    if form.rank or form.is_sparse:
+        return None
+    return {(1, True): 0.5, (2, False): 0.25}.get((form.planes, name != encoding))
 
 
 def _layer_of(name: str) -> int:

@@ -30,6 +30,7 @@ TITLES = (
     "loss",
     "KL",
     "KL of row",
+    "KL verdict",
     "exact match",
     "only here / only full",
     "difference, 95 %",
@@ -58,6 +59,7 @@ def cells(result: Mapping[str, Any]) -> list[str]:
         told("loss", "{:.4f}".format),
         told("kl", "{:.5f}".format),
         told("kl_of_row", "{:.3f}".format),
+        result["kl_verdict"] or "",
         told("exact_match", "{:.2%}".format),
         discordant,
         difference,
@@ -71,8 +73,8 @@ def legend(document: Mapping[str, Any]) -> list[str]:
     points = -100 * goal["difference"]
     lines = [
         "Loss and KL(full || model): nats an answer token, float32 weights. KL of row: over that "
-        "of plain row scales, one bit a weight; the goal is 1/2 after distillation, 1/4 with two "
-        "planes.",
+        "of plain row scales, one bit a weight (--encoding row measures them beside a distilled "
+        "variant); the goal is 1/2 for a distilled plane, 1/4 for two planes.",
         "Exact match: greedy. Difference: points of exact match to the full fine-tune, "
         f"{document['interval']}.",
         f"Goal: at most {points:g} points below the full fine-tune. Met or not met if the whole "

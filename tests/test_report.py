@@ -5,6 +5,7 @@ import html
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import weakref
@@ -20,14 +21,18 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from soupkit import quality, report
+from soupkit.bundle import open_variant
 from soupkit.checkpoint import open_checkpoint
 from soupkit.cli import app
 from soupkit.errors import BundleError, CheckpointError
 from soupkit.export import export_variant
+from soupkit.family import open_family
 from soupkit.paired import Z, paired_interval, verdict
 from soupkit.quality import Example, encode, exact_matches, read_examples, score
 from soupkit.report import make_report
+from soupkit.report_figures import kl_limit
 from soupkit.report_page import TITLES, cells, render
+from soupkit.rewrite import rewrite_variant
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES = [
@@ -363,13 +368,46 @@ def test_the_figures_are_those_of_the_dense_models(made: tuple[Path, dict], root
     # The family stores "row", so that trying it again gives the same; whole tensors lose nothing.
     stored, row = (result_of(document, "linear", model) for model in ("stored", "row"))
     assert {**row, "model": "stored"} == stored
-    assert row["kl_of_row"] == 1.0
+    assert (row["kl_of_row"], row["kl_verdict"]) == (1.0, None)
+    two = result_of(document, "linear", "row-x2")
+    assert two["kl_of_row"] == two["kl"] / row["kl"]
+    assert two["kl_verdict"] == ("met" if two["kl"] <= row["kl"] / 4 else "not met")
     raw, full_result = (result_of(document, "linear", model) for model in ("raw", "full"))
     assert (raw["kl"], raw["loss"]) == (0.0, full_result["loss"])
     assert raw["encoding"] == "none"
     assert result_of(document, "linear", "row-x2")["kl"] < row["kl"]
     assert raw["verdict"] == "undecided"  # four prompts prove nothing
     assert result_of(document, "norms", "stored")["kl"] is None
+
+
+@pytest.mark.parametrize(
+    ("encoding", "limit"),
+    [("row, distilled", 0.5), ("matrix, distilled", 0.5), ("row-x2", 0.25), ("row-x2-refit", 0.25),
+     ("row", None), ("row-x3", None), ("row-x2, distilled", None), ("sparse", None),
+     ("lowrank-4+row-x2", None), ("none", None), ("matrix, row, distilled", None)],
+)  # fmt: skip
+def test_the_goal_for_kl_is_for_a_distilled_plane_and_for_two(
+    encoding: str, limit: float | None
+) -> None:
+    assert kl_limit(encoding) == limit
+
+
+def test_a_distilled_variant_is_told_from_plain_row_scales(root: Path, tmp_path: Path) -> None:
+    family = shutil.copytree(root / "family", tmp_path / "family")
+    found = open_family(family)
+    variant = open_variant(found.folder("linear"))
+    rewrite_variant(
+        found, variant, source="linear", name="linear", deltas={}, raw={}, residual_energy={},
+        event={"event": "distill"},
+    )  # fmt: skip
+    document = make_report(
+        family, data=root / "data.jsonl", out=tmp_path / "out", encodings=["row"],
+        variants={"linear": str(root / "ft-linear-1")},
+    )  # fmt: skip
+    stored, row = (result_of(document, "linear", model) for model in ("stored", "row"))
+    assert (stored["encoding"], row["encoding"]) == ("row, distilled", "row")
+    # Nothing was distilled in truth, so KL is the same, which is twice the goal.
+    assert (stored["kl_of_row"], stored["kl_verdict"]) == (1.0, "not met")
 
 
 def test_exact_match_is_paired_with_the_full_fine_tune(
@@ -413,9 +451,10 @@ def test_the_page_shows_every_figure_and_asks_no_network(made: tuple[Path, dict]
     page = (folder / "index.html").read_text()
     for variant in document["variants"]:
         for result in variant["results"]:
+            colour = {"met": "met", "not met": "not", "undecided": "open"}
             row = "".join(
-                f'<td class="open">{html.escape(text)}</td>'
-                if text == "undecided"
+                f'<td class="{colour[text]}">{text}</td>'
+                if text in colour
                 else f"<td>{html.escape(text)}</td>"
                 for text in cells(result)
             )
