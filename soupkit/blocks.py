@@ -68,8 +68,8 @@ def measure_pair(name: str, ours: Tensor, theirs: Tensor) -> tuple[float, dict[s
     pair = _Pair(name, ours, theirs)
     energy, errors = measure(pair.read, pair.shape, factor_dtype=factor_dtype(ours.dtype))
     if layout(name, ours.shape) == "experts":
-        # Experts would have a scale each.
-        errors.pop("matrix", None)
+        # Each expert would have a scale of its own, which is not what was measured.
+        errors = {form: one for form, one in errors.items() if not form.endswith("matrix")}
     return energy, errors
 
 

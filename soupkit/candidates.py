@@ -106,16 +106,23 @@ def _measure_low_rank(
     except MergeError:
         # The delta is finite: a factor is beyond its dtype, or no solver converged.
         return {}
-    errors: dict[str, float] = {}
+    ranks = [one for one in RANKS if one <= most]
+    lost, by_row = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)
+    sums = dict.fromkeys(ranks, 0.0)
     for rows in row_blocks(shape):
         left, start = read(rows), 0
-        for rank in (one for one in RANKS if one <= most):
+        for rank in ranks:
             # Not in place: the first is the caller's.
             left, start = left - _product(low, rows, start, rank), rank
-            lost = squared_norm(left)
-            kept = left.abs().sum(dim=1, dtype=torch.float64).square().sum() / shape[1]
-            for name, error in ((f"lowrank-{rank}", lost), (f"lowrank-{rank}+row", lost - kept)):
-                errors[name] = errors.get(name, 0.0) + float(error)
+            lost[rank] += squared_norm(left)
+            magnitude = left.abs().sum(dim=1, dtype=torch.float64)
+            by_row[rank] += float(magnitude.square().sum())
+            sums[rank] += float(magnitude.sum())
+    errors: dict[str, float] = {}
+    for rank in ranks:
+        errors[f"lowrank-{rank}"] = lost[rank]
+        errors[f"lowrank-{rank}+row"] = lost[rank] - by_row[rank] / shape[1]
+        errors[f"lowrank-{rank}+matrix"] = lost[rank] - sums[rank] ** 2 / (shape[0] * shape[1])
     return errors
 
 

@@ -120,6 +120,35 @@ def test_an_encoding_is_seen_by_inspect_and_taken_by_the_other_commands(
     )
 
 
+def test_a_budget_prints_choices_and_frontier_and_is_kept(base_folder, finetuned_folder, tmp_path):
+    models = "export", base_folder, finetuned_folder, "--family", tmp_path / "f"
+    auto = *models, "--encoding", "auto"
+    (row,) = document(*models, "--name", "row")
+    (one,) = document(*auto, "--name", "a")
+    assert one["budget"]["budget_bytes"] == row["bytes"]["weights"]
+    assert one["budget"]["lost_energy"] <= one["budget"]["row"]["lost_energy"]
+    (two,) = document(*auto, "--name", "b", "--budget-bytes", "30kB")
+    assert two["budget"]["bytes"] == two["bytes"]["weights"] <= 30_000
+    assert sum(group["tensors"] for group in two["budget"]["choices"]) == 15
+    assert "budget" not in row
+    told = run(*auto, "--name", "b", "--budget-bytes", "30kB").stdout
+    for word in ("variant.safetensors", "what a budget buys", "30.0 kB *", "row scales"):
+        assert word in told
+    assert "what a budget buys" in run("inspect", one["path"]).stdout
+    shown = document("inspect", one["path"])["budget"]
+    assert shown["frontier"] == one["budget"]["frontier"]
+    assert document("verify", tmp_path / "f") == {"ok": True, "faults": []}
+
+
+def test_budgets_that_cannot_be_are_refused(base_folder, finetuned_folder, tmp_path):
+    models = "export", base_folder, finetuned_folder, "--family", tmp_path / "f"
+    auto = *models, "--encoding", "auto", "--budget-bytes"
+    assert "give at least budget_bytes=" in complaint(*auto, "1kB")
+    assert "no number of bytes" in complaint(*auto, "many")
+    assert "--encoding auto" in complaint(*models, "--budget-bytes", "1MB")
+    assert not (tmp_path / "f").exists()
+
+
 def test_export_checks_all_names_before_it_writes(base_folder, tmp_path):
     family = tmp_path / "f"
     for names in (
