@@ -24,8 +24,8 @@ from soupkit_kernels import Delta
 
 # Each rank costs a pass over the delta and a product; twice the bytes a step is fine enough.
 RANKS = (1, 2, 4, 8, 16, 32, 64)
-# Entries of the largest delta whose low-rank forms are measured: the SVD holds it, and two copies at
-# its peak (14336 x 4096: 712 MB, 10 CPU seconds).
+# Entries of the largest delta whose low-rank forms are measured: the SVD holds it, at its peak with
+# two copies (14336 x 4096: 712 MB, 10 CPU seconds).
 LOW_RANK_ENTRIES = 1 << 26
 _REFITS = ("row-x2-refit", "row-x3-refit", "row-x4-refit")
 # Of the fitted rows: 3 planes of 57 rows of 576 take 15 ms (one thread of a 2-core AMD EPYC).
