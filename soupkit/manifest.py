@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from soupkit.checks import is_budget
 from soupkit.config import check_variant_name
 from soupkit.delta import layout
 from soupkit.errors import BundleError
@@ -206,7 +207,7 @@ class Manifest:
             ("history", list),
         ):
             _need(isinstance(body.get(key), kind), f"has no {key}")
-        _need(isinstance(body.get("budget", {}), dict), "has a budget that is no object")
+        _need(is_budget(body.get("budget", {})), "has a budget of another form")
         _need(isinstance(body.get("tensors"), list), "lists no tensors")
         _need(
             all(isinstance(event, dict) for event in body["history"]),

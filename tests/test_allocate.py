@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,9 @@ from soupkit.bundle import open_family, open_variant
 from soupkit.candidates import measure
 from soupkit.checkpoint import open_checkpoint
 from soupkit.encoding import Encoding, encode, residual_energy
-from soupkit.errors import MergeError
+from soupkit.errors import BundleError, MergeError
 from soupkit.export import export_variant
+from soupkit.manifest import Manifest
 from soupkit.restore import restore
 from soupkit.verify import verify_family
 
@@ -290,6 +292,29 @@ def test_manifest_holds_budget_and_frontier(models, tmp_path) -> None:
     assert {name: stored[name] for name in report.plan.encodings} == report.plan.encodings
     assert sum(group.tensors for group in report.groups) == len(report.plan.encodings)
     json.dumps(report.to_json(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda budget: budget.update(more=1),
+        lambda budget: budget.pop("row"),
+        lambda budget: budget.update(budget_bytes=10**400),
+        lambda budget: budget.update(budget_bytes=True),
+        lambda budget: budget.update(frontier={}),
+        lambda budget: budget["frontier"].append([]),
+        lambda budget: budget["frontier"][0].update(lost_energy="x"),
+        lambda budget: budget["frontier"][0].update(lost_energy=-1.0),
+        lambda budget: budget["row"].update(bytes=None),
+    ],
+)
+def test_a_hostile_budget_is_a_bundle_error(plan, change) -> None:
+    whole = Manifest("v", "sha256:" + "0" * 64, "sha256:" + "0" * 64, (), budget=plan.to_json())
+    assert Manifest.from_json(whole.to_json()) == whole
+    odd = json.loads(json.dumps(plan.to_json()))
+    change(odd)
+    with pytest.raises(BundleError, match="has a budget of another form"):
+        Manifest.from_json(replace(whole, budget=odd).to_json())
 
 
 def test_a_budget_that_holds_nothing_is_refused_before_a_family_is_made(
