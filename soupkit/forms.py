@@ -16,6 +16,8 @@ SignScale = Literal["matrix", "row", "column", "rank1"]
 MAX_PLANES = 4
 # Instead of an encoding: the fine-tune's whole tensor.
 RAW = "raw"
+# Nor this: the form of each tensor is chosen within a budget (soupkit.budget).
+AUTO = "auto"
 _SPARSE = "sparse"
 _SIGNS = re.compile(r"(matrix|row|column|rank1)(?:-x([2-4]))?(-refit)?")
 _LOW_RANK = re.compile(r"lowrank-([1-9][0-9]*)")

@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 
+from soupkit.budget import export_within
 from soupkit.bundle import open_variant
 from soupkit.checkpoint import Checkpoint, open_checkpoint
 from soupkit.errors import BundleError
 from soupkit.export import Progress, export_variant
 from soupkit.family import Family, open_base, open_family
 from soupkit.files import atomic_folder, atomic_write_json, file_digest
-from soupkit.forms import parse_encoding
+from soupkit.forms import AUTO, parse_encoding
 from soupkit.manifest import model_bf16_bytes
 from soupkit.paired import METHOD, paired_interval, verdict
 from soupkit.pairs import pair_names
@@ -72,7 +73,8 @@ def make_report(
         data: JSON lines of {"prompt", "answer"} or {"text"}.
         variants: which variants, each with its full fine-tune's folder or hub id, or None; None:
             all of them, without fine-tunes.
-        encodings: text forms, each tried on every variant whose fine-tune is given.
+        encodings: text forms, each tried on every variant whose fine-tune is given; "auto" with
+            the bytes of plain row scales.
         base: where the base is, if not where the family says. device: to compute on.
         progress: called with what was measured, examples done, examples in all.
     Returns:
@@ -130,7 +132,8 @@ def _chosen(
     if len(set(encodings)) != len(encodings):
         raise ValueError(f"encodings {list(encodings)}: give each once")
     for encoding in encodings:
-        parse_encoding(encoding)
+        if encoding != AUTO:
+            parse_encoding(encoding)
     if encodings and not any(chosen.values()):
         raise ValueError(
             f"encodings {list(encodings)} are made from a full fine-tune: give one, as in "
@@ -238,9 +241,11 @@ class _Variant:
     ) -> dict[str, Any]:
         """The result of another encoding of the fine-tune."""
         family = self._scratch / "family"
-        export_variant(
-            self._base, full, family=family, name="tried", encoding=encoding, companions=full.path
-        )
+        place: dict[str, Any] = {"family": family, "name": "tried", "companions": full.path}
+        if encoding == AUTO:
+            export_within(self._base, full, **place)
+        else:
+            export_variant(self._base, full, encoding=encoding, **place)
         variant = open_variant(open_family(family).folder("tried"))
         folder = self._restored(family, "tried")
         told = self._measured(encoding, folder, held, reference) | stored_facts(variant)
@@ -292,6 +297,7 @@ def _result(
         "interval": None,
         "verdict": None,
         "layers": {},
+        "frontier": [],
     }
     if reference is None or not right:
         return result

@@ -25,7 +25,8 @@ def stored_facts(variant: Variant) -> dict[str, Any]:
     Returns:
         encoding: its names, with commas, and whether scales were distilled. bytes: of
         variant.safetensors. share: of the model's bf16 bytes. layers: mean relative residual energy
-        of a layer's deltas, by its number or "other".
+        of a layer's deltas, by its number or "other". frontier: of an export under a budget, see
+        soupkit.budget.Plan.
     """
     entries = variant.manifest.tensors
     size = (variant.path / WEIGHTS_NAME).stat().st_size
@@ -43,6 +44,7 @@ def stored_facts(variant: Variant) -> dict[str, Any]:
         "bytes": size,
         "share": size / max(1, model_bf16_bytes(entries)),
         "layers": {label: sum(lost) / len(lost) for label, lost in layers.items()},
+        "frontier": list(variant.manifest.budget.get("frontier", [])),
     }
 
 

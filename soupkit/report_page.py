@@ -97,6 +97,21 @@ def layer_rows(variant: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     return ["layer", *(one["model"] for one in shown)], rows
 
 
+def frontier_rows(variant: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """(titles, rows) of what other budgets would buy, of models exported under one."""
+    rows = [
+        [
+            result["model"],
+            f"{point['budget_bytes']:,}",
+            f"{point['bytes']:,}",
+            _number(point["lost_energy"], "{:.4f}"),
+        ]
+        for result in variant["results"]
+        for point in result["frontier"]
+    ]
+    return ["model", "budget, bytes", "variant.safetensors, bytes", "lost energy"], rows
+
+
 def spectrum_rows(variant: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """(titles, rows) of singular values over the largest."""
     rows = []
@@ -139,6 +154,7 @@ def _section(variant: Mapping[str, Any]) -> list[str]:
     for title, (titles, rows) in (
         ("Relative residual energy, mean of a layer's deltas", layer_rows(variant)),
         ("Singular values over the largest", spectrum_rows(variant)),
+        ("What a budget buys", frontier_rows(variant)),
     ):
         if rows:
             parts += [f"<h3>{html.escape(title)}</h3>", _table(titles, rows)]

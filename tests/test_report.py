@@ -588,6 +588,27 @@ def test_the_command_prints_the_tables_and_the_page(root: Path, tmp_path: Path) 
     assert document == json.loads((tmp_path / "a" / "report.json").read_text())
 
 
+def test_auto_is_tried_with_the_bytes_of_row_scales_and_its_frontier_is_shown(
+    root: Path, tmp_path: Path
+) -> None:
+    told = run(
+        root / "family", "--data", root / "data.jsonl", "--variant",
+        f"linear={root / 'ft-linear-1'}", "--encoding", "row", "--encoding", "auto",
+        "--out", tmp_path / "a",
+    )  # fmt: skip
+    assert told.exit_code == 0, told.output
+    document = json.loads((tmp_path / "a" / "report.json").read_text())
+    auto, row = (result_of(document, "linear", one) for one in ("auto", "row"))
+    assert auto["bytes"] <= row["bytes"]
+    assert row["frontier"] == []
+    assert row["bytes"] in [point["budget_bytes"] for point in auto["frontier"]]
+    page = (tmp_path / "a" / "index.html").read_text()
+    assert "What a budget buys" in page
+    for point in auto["frontier"]:
+        assert f"<td>{point['bytes']:,}</td>" in page
+        assert f"{point['bytes']:,}" in told.stdout
+
+
 def test_the_commands_mistakes_are_one_line(root: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "fine"}\n{"text"}\n')

@@ -19,13 +19,11 @@ from soupkit.cli.console import (
 )
 from soupkit.config import check_variant_name
 from soupkit.errors import CheckpointError, MergeError
+from soupkit.forms import AUTO
 
 if TYPE_CHECKING:
     from soupkit.checkpoint import Checkpoint
     from soupkit.export import ExportReport, Progress
-
-# Of --encoding: no form by itself.
-_AUTO = "auto"
 
 
 @command
@@ -68,8 +66,8 @@ def export(
     from soupkit.checkpoint import open_checkpoint
 
     budget = parse_bytes(budget_bytes)
-    if budget is not None and encoding != _AUTO:
-        raise ValueError(f"--budget-bytes goes with --encoding {_AUTO}, not with {encoding}")
+    if budget is not None and encoding != AUTO:
+        raise ValueError(f"--budget-bytes goes with --encoding {AUTO}, not with {encoding}")
     opened = [open_checkpoint(one) for one in finetuned]
     names = name or [one.path.name for one in opened]
     if len(names) != len(opened) or len(set(names)) != len(names):
@@ -128,7 +126,7 @@ def _export(
         "companions": finetuned.path,
         "progress": progress,
     }
-    if encoding != _AUTO:
+    if encoding != AUTO:
         return export_variant(base, finetuned, encoding=encoding, **place), None
     report = export_within(base, finetuned, budget_bytes=budget_bytes, **place)
     return report.export, report.to_json()

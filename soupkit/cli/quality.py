@@ -27,7 +27,7 @@ def report(
     ] = None,
     encoding: Annotated[
         list[str] | None,
-        typer.Option(help="Another encoding to try on the full fine-tunes, as in row-x2."),
+        typer.Option(help="Another encoding to try on the full fine-tunes, as in row-x2 or auto."),
     ] = None,
     base: BaseOption = None,
     device: Annotated[str, typer.Option(help="As in cpu, cuda, cuda:1.")] = "cpu",
@@ -65,7 +65,14 @@ def report(
 
 def _print(document: dict[str, Any]) -> None:
     """The page's tables on stdout."""
-    from soupkit.report_page import TITLES, cells, layer_rows, legend, spectrum_rows
+    from soupkit.report_page import (
+        TITLES,
+        cells,
+        frontier_rows,
+        layer_rows,
+        legend,
+        spectrum_rows,
+    )
 
     console = Console()
     if not console.is_terminal:
@@ -75,6 +82,7 @@ def _print(document: dict[str, Any]) -> None:
             (TITLES, [cells(result) for result in found["results"]]),
             layer_rows(found),
             spectrum_rows(found),
+            frontier_rows(found),
         )
         for titles, rows in tables:
             if rows:
