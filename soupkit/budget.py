@@ -11,7 +11,7 @@ Every changed matrix is stored: none is dropped to win bytes. Not here: errors o
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,12 @@ class Survey:
         whole = sum(most_bytes(name, spec, self.most) for name, spec in self.whole.items())
         return whole + _FILE_BYTES
 
+    @property
+    def least_bytes(self) -> int:
+        """The smallest budget there is a choice for: of the smallest forms, or of `row`."""
+        smallest = allocate(self.table, least_bytes(self.table))
+        return min(self.bytes_of(smallest), self.bytes_of(self.row))
+
     def bytes_of(self, choice: Mapping[str, Candidate]) -> int:
         """Bytes of variant.safetensors with this choice."""
         specs = dict(self.whole)
@@ -112,15 +118,19 @@ class Survey:
         Raises:
             ValueError: not even the smallest forms fit.
         """
-        least = least_bytes(self.table) + self.fixed_bytes
-        if budget_bytes < least:
+        if budget_bytes < self.least_bytes:
             raise ValueError(
-                f"budget_bytes={budget_bytes:,}: variant.safetensors takes {least:,} with the "
-                f"smallest form of every tensor; give at least budget_bytes={least}"
+                f"budget_bytes={budget_bytes:,}: variant.safetensors takes {self.least_bytes:,} "
+                "with the smallest form of every tensor; give at least "
+                f"budget_bytes={self.least_bytes}"
             )
-        choice, row = allocate(self.table, budget_bytes - self.fixed_bytes), self.row
+        # Prices are upper bounds, so the smallest forms may fit though their prices do not.
+        room = max(least_bytes(self.table), budget_bytes - self.fixed_bytes)
+        choice, row = allocate(self.table, room), self.row
+        if self.bytes_of(row) > budget_bytes:
+            return choice
         is_worse = error_of(row) <= error_of(choice)
-        return row if is_worse and self.bytes_of(row) <= budget_bytes else choice
+        return row if is_worse or self.bytes_of(choice) > budget_bytes else choice
 
     def point(self, budget_bytes: int) -> Point:
         """What a budget buys; see choose."""
@@ -129,7 +139,7 @@ class Survey:
 
     def frontier(self, budgets: Iterable[int]) -> tuple[Point, ...]:
         """What each budget that holds the smallest forms buys, and what those themselves do."""
-        least = least_bytes(self.table) + self.fixed_bytes
+        least = self.least_bytes
         return tuple(self.point(one) for one in sorted({least, *budgets}) if one >= least)
 
 
@@ -254,12 +264,12 @@ def export_within(
             progress=passes[1],
         )
 
-    report = run(plan.encodings)
-    survey = plan.survey
-    is_row_allowed = plan.row.bytes <= plan.budget_bytes
+    report, survey = run(plan.encodings), plan.survey
+    row = {name: one.form for name, one in survey.row.items()}
+    is_row_allowed = plan.row.bytes <= plan.budget_bytes and plan.encodings != row
     if is_row_allowed and _lost(report, survey) > plan.row.lost_energy * (1 + 1e-9):
-        # What was estimated did not come true.
-        report = run({name: one.form for name, one in survey.row.items()})
+        # What was estimated did not come true. What is replaced now was not there before.
+        report = replace(run(row), replaced=report.replaced)
     return BudgetReport(report, plan, _groups(report, survey), _lost(report, survey))
 
 

@@ -342,6 +342,44 @@ def test_estimates_that_do_not_come_true_give_row_scales(
     report = within(base_folder, finetuned_folder, tmp_path / "f")
     assert {"row"} == {one.encoding for one in report.groups if one.encoding != "raw"}
     assert report.lost_energy == pytest.approx(report.plan.row.lost_energy, rel=1e-6)
+    # The first try is no variant that was there before.
+    assert not report.export.replaced
+    assert within(base_folder, finetuned_folder, tmp_path / "f").export.replaced
+
+
+def test_row_scales_as_the_choice_are_written_once(
+    base_folder, finetuned_folder, tmp_path, monkeypatch
+) -> None:
+    measured, runs = budget.measure_pair, []
+
+    def row_alone(*pair):
+        energy, errors = measured(*pair)
+        return energy, {"row": errors["row"]}
+
+    def counted(*pair, **options):
+        runs.append(options["name"])
+        return export_variant(*pair, **options)
+
+    monkeypatch.setattr(budget, "measure_pair", row_alone)
+    monkeypatch.setattr(budget, "export_variant", counted)
+    report = within(base_folder, finetuned_folder, tmp_path / "f")
+    # Also that the default budget holds them, where nothing is smaller.
+    assert report.export.bytes["weights"] == report.plan.budget_bytes
+    assert len(runs) == 1
+
+
+def test_a_fine_tune_of_norms_alone_is_exported(models, make_finetune, tmp_path) -> None:
+    before = load_file(models[0] / "model.safetensors")
+
+    def edit(tensors):
+        for name, tensor in before.items():
+            tensors[name] = tensor + 1 if tensor.ndim == 1 else tensor.clone()
+
+    finetuned = make_finetune(tmp_path / "norms", models[0], edit=edit)
+    report = within(models[0], finetuned, tmp_path / "f")
+    assert report.export.bytes["weights"] == report.plan.budget_bytes == report.plan.row.bytes
+    with pytest.raises(ValueError, match=f"at least budget_bytes={report.plan.budget_bytes}$"):
+        within(models[0], finetuned, tmp_path / "f", report.plan.budget_bytes - 1)
 
 
 def test_a_fine_tune_that_is_the_base_takes_no_bytes(models, tmp_path) -> None:
