@@ -99,7 +99,7 @@ def open_intact(family: Family, name: str) -> Variant:
 
 def check_covers(variant: Variant, base: Checkpoint) -> None:
     """Raise BundleError unless the variant describes every parameter of `base` and no other, in
-    fitting shapes.
+    fitting shapes and kinds of numbers, and ties only what the base ties.
     """
     entries = variant.manifest.entries()
     missing = [name for name in base.names if name not in entries]
@@ -108,9 +108,22 @@ def check_covers(variant: Variant, base: Checkpoint) -> None:
     for name, entry in entries.items():
         if name not in base.names and name not in base.tied:
             raise BundleError(f"{variant.path}: the base has no parameter {name!r}")
-        shape = base.shape(name)
-        if entry.kind in ("same", "delta") and entry.shape != shape:
+        if entry.kind == "tied":
+            if base.tied.get(name) != entry.source:
+                raise BundleError(
+                    f"{variant.path}: {name!r} is tied to {entry.source!r}, not so in the base"
+                )
+            continue
+        shape, dtype = base.shape(name), base.dtype(name)
+        # A vocabulary may have grown or shrunk.
+        is_resized = entry.kind == "raw" and len(entry.shape) == len(shape) in (1, 2)
+        if entry.shape != shape and not (is_resized and entry.shape[1:] == shape[1:]):
             raise BundleError(f"{variant.path}: {name!r} has shape {entry.shape}, the base {shape}")
+        is_float = DTYPES[entry.dtype].is_floating_point
+        if is_float != dtype.is_floating_point or (entry.kind == "delta" and not is_float):
+            raise BundleError(
+                f"{variant.path}: {name!r} is a {entry.kind} of {entry.dtype}, the base has {dtype}"
+            )
 
 
 class _Restorer:
@@ -173,6 +186,11 @@ class _Restorer:
                 if theirs.dtype != torch.float32
                 else theirs[rows] + delta
             )
+            if not bool(torch.isfinite(exact).all()):
+                # Finite factors may have such a product: a hostile file, as no export makes it.
+                raise BundleError(
+                    f"{self._variant.path}: {entry.name!r} is beyond float32; export it again"
+                )
             sums = rounded(entry.name, exact, dtype)
             if dtype != torch.float32:
                 self._energy += squared_norm(delta)

@@ -1,5 +1,6 @@
 """Promises of soupkit.restore: W_base + delta, loadable by transformers."""
 
+import hashlib
 import json
 import math
 import shutil
@@ -16,9 +17,12 @@ from soupkit.bundle import open_family, open_variant
 from soupkit.checkpoint import open_checkpoint
 from soupkit.errors import BundleError, CheckpointError, MergeError
 from soupkit.export import export_variant
+from soupkit.files import canonical_json
+from soupkit.fingerprint import digest_of, sha256_of
 from soupkit.merge import MergeRule
 from soupkit.offline import merge_checkpoints
 from soupkit.restore import restore
+from soupkit.tensorfile import dtype_name
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TOKENS = torch.arange(1, 21).reshape(2, 10)
@@ -344,3 +348,90 @@ def test_existing_folder_is_not_overwritten(base_folder, tmp_path):
     with pytest.raises(FileExistsError, match="exists already"):
         restore(tmp_path / "f", "v", out=tmp_path / "dense")
     assert [path.name for path in (tmp_path / "dense").iterdir()] == ["mine"]
+
+
+GATE = "model.layers.0.mlp.gate_proj.weight"
+
+
+def entry_of(document, name):
+    return next(one for one in document["tensors"] if one["name"] == name)
+
+
+def drop_entry(document, tensors, name):
+    """Leave a parameter without anything stored; returns its entry."""
+    for stored in [one for one in tensors if one.rpartition(".")[0] == name]:
+        del tensors[stored]
+    nothing = {"planes": 0, "scale_axis": None, "encoding": None, "rank": 0, "bytes": 0}
+    entry = entry_of(document, name)
+    entry.update(nothing, residual_energy=0.0)
+    return entry
+
+
+def tie_to_nothing(document, tensors):
+    drop_entry(document, tensors, GATE).update(kind="tied", source="nowhere")
+
+
+def tie_to_another(document, tensors):
+    source = GATE.replace("layers.0", "layers.1")
+    drop_entry(document, tensors, GATE).update(kind="tied", source=source)
+
+
+def delta_of_whole_numbers(document, tensors):
+    parts = {"kind": "delta", "planes": 1, "scale_axis": "row", "encoding": "row", "bytes": 20}
+    entry_of(document, "ids.weight").update(parts)
+    tensors["ids.weight.sign"] = torch.zeros(1, 4, 1, dtype=torch.uint8)
+    tensors["ids.weight.scale"] = torch.ones(1, 4)
+
+
+def delta_of_floats_on_whole_numbers(document, tensors):
+    delta_of_whole_numbers(document, tensors)
+    entry_of(document, "ids.weight")["dtype"] = "F32"
+
+
+def whole_tensor_of_another_shape(document, tensors):
+    drop_entry(document, tensors, GATE).update(kind="raw", dtype="F32", shape=[3], bytes=12)
+    tensors[f"{GATE}.raw"] = torch.ones(3)
+
+
+def factors_of_an_infinite_product(document, tensors):
+    tensors[f"{GATE}.up"].fill_(3e38)
+    tensors[f"{GATE}.down"].fill_(3e38)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (tie_to_nothing, "tied to 'nowhere'"),
+        (tie_to_another, "not so in the base"),
+        (delta_of_whole_numbers, "is a delta of I64"),
+        (delta_of_floats_on_whole_numbers, "is a delta of F32, the base has torch.int64"),
+        (whole_tensor_of_another_shape, r"has shape \(3,\)"),
+        (factors_of_an_infinite_product, "beyond float32"),
+    ],
+)
+def test_a_consistent_lie_is_a_bundle_error_and_leaves_nothing(
+    make_llama, make_finetune, tmp_path, change, complaint
+):
+    base = make_llama(tmp_path / "base", dtype=torch.bfloat16)
+    tensors = load_file(base / "model.safetensors")
+    tensors["ids.weight"] = torch.arange(24).reshape(4, 6)
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    finetuned = make_finetune(tmp_path / "ft", base)
+    report = export(base, finetuned, tmp_path / "f", encoding="lowrank-2+row")
+    stored = load_file(report.path / "variant.safetensors")
+    document = json.loads((report.path / "manifest.json").read_text())
+    change(document, stored)
+    save_file(stored, report.path / "variant.safetensors")
+    document["digest"] = digest_of(
+        (name, dtype_name(one.dtype), tuple(one.shape), sha256_of(one, dtype=one.dtype))
+        for name, one in stored.items()
+    )
+    del document["checksum"]
+    sha = hashlib.sha256(canonical_json(document).encode()).hexdigest()
+    document["checksum"] = f"sha256:{sha}"
+    (report.path / "manifest.json").write_text(json.dumps(document))
+    text = (tmp_path / "f" / "family.json").read_text()
+    (tmp_path / "f" / "family.json").write_text(text.replace(report.digest, document["digest"]))
+    with pytest.raises(BundleError, match=complaint):
+        restore(tmp_path / "f", "v", out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
