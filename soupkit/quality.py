@@ -102,6 +102,9 @@ def _example(row: Any, number: int) -> Example:
     for key in keys:
         if not isinstance(row.get(key), str) or not row[key]:
             raise ValueError(f"{key!r} is {row.get(key)!r}: {wanted}, none of them empty")
+        # JSON can write half a surrogate pair, which no tokenizer takes.
+        if any("\ud800" <= letter <= "\udfff" for letter in row[key]):
+            raise ValueError(f"{key!r} has half a surrogate pair, which is no text: drop the line")
     if "text" in row:
         return Example("", row["text"], number)
     return Example(row["prompt"], row["answer"], number)

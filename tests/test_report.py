@@ -156,7 +156,8 @@ def test_empty_lines_are_skipped_and_lines_keep_their_numbers(tmp_path: Path) ->
     "line",
     ["{", "[]", "7", '{"prompt": "a"}', '{"answer": "a"}', '{"text": 5}', '{"text": ""}',
      '{"prompt": "", "answer": "a"}', '{"prompt": "a", "answer": ""}',
-     '{"prompt": "a", "answer": "b", "text": "c"}', '{"text": "a", "text": "b"}'],
+     '{"prompt": "a", "answer": "b", "text": "c"}', '{"text": "a", "text": "b"}',
+     r'{"text": "half \ud83d of a pair"}'],
 )  # fmt: skip
 def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "data.jsonl"
