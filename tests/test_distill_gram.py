@@ -9,7 +9,7 @@ from soupkit.bundle import open_family, open_variant
 from soupkit.checkpoint import open_checkpoint
 from soupkit.distill import DistillConfig
 from soupkit.distill.batches import collate
-from soupkit.distill.grams import GramFit
+from soupkit.distill.grams import GramFit, _summing
 from soupkit.distill.models import scored_logits
 from soupkit.distill.streamed import StreamedModel, variant_weights
 from soupkit.errors import CheckpointError
@@ -90,6 +90,18 @@ def test_held_out_kl_falls_or_the_start_is_kept(models, tmp_path, encoding):
     assert (snapshot(family) == before) == (report.best_step == 0)
     end = restore(family, "v", out=tmp_path / "end").path
     assert held_out_kl(models, end, CONFIG) == pytest.approx(report.kl, rel=1e-3)
+
+
+def test_a_gram_of_one_token_has_no_negative_directions():
+    linear = torch.nn.Linear(64, 3)
+    x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(0))
+    # An outlier channel, as language models have them.
+    x[..., 3] *= 300
+    grams = {}
+    with _summing({"w": linear}, grams, torch.ones(1, 1, dtype=torch.bool)):
+        linear(x)
+    values = torch.linalg.eigvalsh(grams["w"])
+    assert float(values[0]) > -1e-13 * float(values[-1])
 
 
 def test_what_only_training_has_is_refused(models, tmp_path):

@@ -130,7 +130,9 @@ def _summing(
         def add(_: nn.Module, inputs: tuple[Any, ...]) -> None:
             x = inputs[0]
             x = x[is_token] if x.shape[:-1] == is_token.shape else x.flatten(0, -2)
-            gram = (x.T @ x).double()
+            # A float32 product is not positive semidefinite where tokens are few.
+            x = x.double()
+            gram = x.T @ x
             grams[name] = grams[name].add_(gram) if name in grams else gram
 
         return add
