@@ -115,7 +115,7 @@ def _energy(name: str, delta: Delta, base: TensorSource, finetuned: TensorSource
         true = subtract(ours[rows], theirs[rows], name=name)
         total += squared_norm(true)
         lost += squared_norm(true - decode_rows(delta, rows))
-    return min(1.0, lost / total) if total else 0.0
+    return min(1.0, lost / total) if total else float(lost > 0.0)
 
 
 def _parts(

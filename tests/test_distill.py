@@ -1,6 +1,7 @@
 """Promises of soupkit.distill: right gradients, never worse, resumable, whole or not at all."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import serving_kit
 import torch
 from delta_kit import dense
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.autograd import gradcheck
 from typer.testing import CliRunner
 
@@ -24,7 +25,7 @@ from soupkit.distill.layers import DeltaEmbedding, DeltaLinear, SignLinear, Trai
 from soupkit.distill.models import Teacher
 from soupkit.distill.state import STATE_NAME
 from soupkit.encoding import Encoding, encode
-from soupkit.errors import BundleError, TrainingError
+from soupkit.errors import BundleError, CheckpointError, TrainingError
 from soupkit.export import export_variant
 from soupkit.quality import encode as encode_rows
 from soupkit.quality import open_model, open_tokenizer, read_examples, score
@@ -218,6 +219,52 @@ def test_untied_embeddings_and_norms_are_trained(tmp_path):
             assert not torch.equal(after.delta(entry.name).scale, before.delta(entry.name).scale)
     end = restore(family, "better", out=tmp_path / "end").path
     assert held_out_kl(models, end, config) == pytest.approx(report.kl, rel=1e-3)
+
+
+def test_a_head_that_only_the_fine_tune_untied_is_trained_apart_from_its_input(tmp_path):
+    models = make_models(tmp_path / "tied", tied=True)
+    untied = make_models(tmp_path / "untied", tied=False)
+    shutil.rmtree(models / "ft")
+    shutil.copytree(untied / "ft", models / "ft")
+    family = make_family(models, tmp_path / "f")
+    start = restore(family, "v", out=tmp_path / "start").path
+    report = run(models, family)
+    assert report.best_step
+    assert held_out_kl(models, start, FAST) == pytest.approx(report.start_kl, rel=1e-3)
+    end = restore(family, "v", out=tmp_path / "end").path
+    assert held_out_kl(models, end, FAST) == pytest.approx(report.kl, rel=1e-3)
+
+
+@pytest.mark.parametrize("other", ["base", "ft-2"])
+def test_another_fine_tune_than_the_variants_is_refused(models, tmp_path, other):
+    serving_kit.make_finetune(
+        models / "base", tmp_path / "ft-2", lambda name: True, seed=2, size=0.05
+    )
+    family = make_family(models, tmp_path / "f")
+    before = snapshot(family)
+    place = models / "base" if other == "base" else tmp_path / other
+    with pytest.raises(CheckpointError, match="that the variant was exported from"):
+        distill(family, "v", finetuned=place, data=models / "data.jsonl", config=FAST)
+    assert snapshot(family) == before
+
+
+@pytest.mark.parametrize("method", ["kl", "gram"])
+def test_a_fine_tune_that_is_not_finite_is_refused(models, tmp_path, method):
+    broken = shutil.copytree(models / "ft", tmp_path / "ft")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    family = make_family(models, tmp_path / "f")
+    with pytest.raises(CheckpointError, match="are not finite"):
+        distill(
+            family,
+            "v",
+            finetuned=broken,
+            data=models / "data.jsonl",
+            config=DistillConfig(method=method),
+            out_name="w",
+        )
+    assert list(open_family(family).variants) == ["v"]
 
 
 def test_the_start_is_kept_where_every_step_is_worse(models, tmp_path):

@@ -28,8 +28,9 @@ from soupkit.delta import subtract
 from soupkit.distill.batches import split
 from soupkit.distill.grams import GramFit
 from soupkit.distill.models import Student, Teacher
-from soupkit.distill.run import Counters, DistillConfig, Progress, Run
+from soupkit.distill.run import Counters, DistillConfig, Progress, Run, checked_start
 from soupkit.distill.state import remove_state
+from soupkit.errors import CheckpointError
 from soupkit.family import Family, open_base, open_family
 from soupkit.files import file_digest
 from soupkit.numeric import squared_norm
@@ -118,6 +119,7 @@ def distill(
     checkpoint, theirs = open_base(found, base), open_checkpoint(finetuned)
     check_covers(variant, checkpoint)
     pair_names(checkpoint, theirs)
+    _check_near(variant, checkpoint, theirs)
     context = theirs.config.get("max_position_embeddings")
     rows = encode(read_examples(data), open_tokenizer(theirs.path), most=context)
     run = {
@@ -137,6 +139,27 @@ def distill(
     if folder is not None:
         remove_state(folder)
     return DistillReport(out_name, digest, at.start_kl, at.best_kl, at.step, at.best_step)
+
+
+def _check_near(variant: Variant, base: Checkpoint, finetuned: Checkpoint) -> None:
+    """Raise CheckpointError unless some delta is nearer to the fine-tune's than none at all is.
+
+    Of its own fine-tune an encoding keeps energy; the first tensor that shows it ends the check.
+    """
+    names = [entry.name for entry in variant.manifest.tensors if entry.kind == "delta"]
+    for name in names:
+        if finetuned.shape(name) != base.shape(name):
+            raise CheckpointError(
+                f"{finetuned.path}: {name} has shape {finetuned.shape(name)}, in the base and in "
+                f"{variant.path} {base.shape(name)}: give the fine-tune that it was exported from"
+            )
+    if names and all(
+        energies({name: variant.delta(name)}, base, finetuned)[name] >= 1.0 for name in names
+    ):
+        raise CheckpointError(
+            f"{finetuned.path}: the base is nearer to it than {variant.path} is, in every delta: "
+            "give the fine-tune that the variant was exported from"
+        )
 
 
 def _device(text: str) -> torch.device:
@@ -173,7 +196,7 @@ def _solve(
     """Scales by least squares, if they are better."""
     train, held_out = split(len(rows), held_out=config.held_out, seed=config.seed)
     fit = GramFit(models.base, models.finetuned, models.variant, rows, batch=config.batch)
-    at = Counters(start_kl=fit.held_out_kl(held_out, {}))
+    at = Counters(start_kl=checked_start(fit.held_out_kl(held_out, {})))
     deltas = fit.fit(train, gram_bytes=config.gram_bytes, progress=progress)
     if not deltas:
         raise ValueError(f"{models.variant.path}: {_NOTHING}")

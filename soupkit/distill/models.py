@@ -105,6 +105,13 @@ class Student:
             canonical_name(name): name
             for name, _ in self._model.named_parameters(remove_duplicate=False)
         }
+        self._untie(
+            [
+                places.get(entry.name, entry.name)
+                for entry in variant.manifest.tensors
+                if entry.kind != "tied"
+            ]
+        )
         for entry in variant.manifest.tensors:
             if entry.kind not in ("delta", "raw"):
                 continue
@@ -151,6 +158,18 @@ class Student:
             old.start.copy_(delta.scale)
             if old.column_start is not None and delta.column_scale is not None:
                 old.column_start.copy_(delta.column_scale)
+
+    def _untie(self, places: Sequence[str]) -> None:
+        """Give each of these parameters a copy of its own where the base ties two of them."""
+        known = dict(self._model.named_parameters(remove_duplicate=False))
+        taken: set[int] = set()
+        for place in places:
+            if id(known.get(place)) in taken:
+                parent, _, name = place.rpartition(".")
+                copy = nn.Parameter(known[place].detach().clone(), requires_grad=False)
+                self._model.get_submodule(parent).register_parameter(name, copy)
+            elif place in known:
+                taken.add(id(known[place]))
 
     def _parameter(self, place: str, shape: tuple[int, ...]) -> nn.Parameter:
         try:

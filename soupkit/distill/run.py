@@ -21,6 +21,7 @@ from soupkit.checks import check_choice, check_count
 from soupkit.distill.batches import batch_at, num_scored
 from soupkit.distill.models import Student, Teacher
 from soupkit.distill.state import load_state, save_state
+from soupkit.errors import CheckpointError
 from soupkit.quality import Row
 
 Progress = Callable[[str, int, int], None]
@@ -89,6 +90,16 @@ class Counters:
     without_gain: int = 0
 
 
+def checked_start(kl: float) -> float:
+    """The KL of the start. Raises CheckpointError if it is not finite: nothing can be better."""
+    if not math.isfinite(kl):
+        raise CheckpointError(
+            f"held-out KL {kl}: the logits of the fine-tune or the variant are not finite; "
+            "`soupkit verify` finds damaged weights"
+        )
+    return kl
+
+
 class Run:
     """One distillation in memory."""
 
@@ -117,11 +128,12 @@ class Run:
             run: what the state in the folder must belong to.
             progress: called after each step with the held-out KL so far, steps done, steps in all.
         Raises:
-            TrainingError: the state is of another run. OSError: it cannot be written.
+            TrainingError: the state is of another run. CheckpointError: the start's KL is not
+                finite. OSError: the state cannot be written.
         """
         config, at = self._config, self.at
         if folder is None or not self._resume(folder, run):
-            at.start_kl = at.best_kl = self.held_out_kl()
+            at.start_kl = at.best_kl = checked_start(self.held_out_kl())
             if folder is not None:
                 self._save(folder, run)
         while at.step < config.steps and at.without_gain < config.patience:
