@@ -18,6 +18,7 @@ from typing import Any
 from soupkit.allocate import Candidate, allocate, error_of, least_bytes
 from soupkit.blocks import measure_pair
 from soupkit.checkpoint import Checkpoint
+from soupkit.checks import MAX_BUDGET, check_count
 from soupkit.config import check_variant_name
 from soupkit.delta import TensorSource, layout
 from soupkit.export import (
@@ -211,10 +212,12 @@ def plan_export(
         progress: called after each tensor with its name, entries done, entries in all.
     Raises:
         CheckpointError: the two models do not fit. MergeError: a weight is NaN or infinite.
-        ValueError: the budget is too small, which tells the least that would do.
+        ValueError: the budget is no whole number, or is too small: the least that would do is told.
     """
     if isinstance(finetuned, EncodedSource):
         raise ValueError("encoding auto: the deltas are encoded already; export them as they are")
+    if budget_bytes is not None:
+        check_count("budget_bytes", budget_bytes, least=0, most=MAX_BUDGET)
     survey = _survey(base, finetuned, progress)
     row = survey.row
     row_bytes = survey.bytes_of(row)

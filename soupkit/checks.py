@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+# Bytes: what other languages that read a manifest can hold.
+MAX_BUDGET = 2**63 - 1
+
 
 def check_choice(field: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise ValueError unless `value` is one of `choices`."""
@@ -39,4 +42,4 @@ def is_budget(value: Any) -> bool:
 
 
 def _is_bytes(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
+    return type(value) is int and 0 <= value <= MAX_BUDGET

@@ -329,6 +329,18 @@ def test_a_budget_that_holds_nothing_is_refused_before_a_family_is_made(
     assert within(*models, tmp_path / "f", least).export.bytes["weights"] <= least
 
 
+@pytest.mark.parametrize("budget_bytes", [2**63, 1e6, True, -1])
+def test_a_budget_that_no_manifest_could_hold_is_refused(models, tmp_path, budget_bytes) -> None:
+    with pytest.raises(ValueError, match="budget_bytes="):
+        within(*models, tmp_path / "f", budget_bytes)
+    assert not (tmp_path / "f").exists()
+
+
+def test_the_largest_budget_gives_a_variant_that_opens(models, tmp_path) -> None:
+    report = within(*models, tmp_path / "f", 2**63 - 1)
+    assert open_variant(report.export.path).manifest.budget["budget_bytes"] == 2**63 - 1
+
+
 def test_estimates_that_do_not_come_true_give_row_scales(
     base_folder, finetuned_folder, tmp_path, monkeypatch
 ) -> None:
