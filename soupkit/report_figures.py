@@ -38,7 +38,11 @@ def stored_facts(variant: Variant) -> dict[str, Any]:
             layers.setdefault(str(layer) if layer >= 0 else "other", []).append(
                 entry.residual_energy
             )
-    is_distilled = any(event.get("event") == "distill" for event in variant.manifest.history)
+    # A step of 0 is the start: it was kept.
+    is_distilled = any(
+        event.get("event") == "distill" and event.get("best_step") != 0
+        for event in variant.manifest.history
+    )
     return {
         "encoding": (", ".join(kinds) or "none") + DISTILLED * is_distilled,
         "bytes": size,

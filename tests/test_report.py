@@ -393,22 +393,26 @@ def test_the_goal_for_kl_is_for_a_distilled_plane_and_for_two(
     assert kl_limit(encoding) == limit
 
 
-def test_a_distilled_variant_is_told_from_plain_row_scales(root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("best_step", "told"), [(5, "row, distilled"), (0, "row")])
+def test_a_distilled_variant_is_told_from_plain_row_scales(
+    root: Path, tmp_path: Path, best_step: int, told: str
+) -> None:
     family = shutil.copytree(root / "family", tmp_path / "family")
     found = open_family(family)
     variant = open_variant(found.folder("linear"))
     rewrite_variant(
         found, variant, source="linear", name="linear", deltas={}, raw={}, residual_energy={},
-        event={"event": "distill"},
+        event={"event": "distill", "best_step": best_step},
     )  # fmt: skip
     document = make_report(
         family, data=root / "data.jsonl", out=tmp_path / "out", encodings=["row"],
         variants={"linear": str(root / "ft-linear-1")},
     )  # fmt: skip
     stored, row = (result_of(document, "linear", model) for model in ("stored", "row"))
-    assert (stored["encoding"], row["encoding"]) == ("row, distilled", "row")
+    assert (stored["encoding"], row["encoding"]) == (told, "row")
     # Nothing was distilled in truth, so KL is the same, which is twice the goal.
-    assert (stored["kl_of_row"], stored["kl_verdict"]) == (1.0, "not met")
+    judged = "not met" if best_step else None
+    assert (stored["kl_of_row"], stored["kl_verdict"]) == (1.0, judged)
 
 
 def test_exact_match_is_paired_with_the_full_fine_tune(
