@@ -218,6 +218,8 @@ def score(
     loss, distance, tokens = 0.0, 0.0, 0
     for batch in _batches(rows):
         ids, labels = _padded(batch)
+        if int(ids.max()) >= (words := model.get_input_embeddings().weight.shape[0]):
+            raise ValueError(f"token {int(ids.max())}: the tokenizer exceeds the model's {words}")
         ids, labels = ids.to(model.device), labels.to(model.device)
         mask = (torch.arange(ids.shape[1], device=ids.device) < _lengths(batch, ids.device)).long()
         answer = labels[:, 1:] != IGNORED

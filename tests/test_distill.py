@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,15 +21,16 @@ from soupkit.bundle import open_family, open_variant
 from soupkit.checkpoint import open_checkpoint
 from soupkit.cli import app
 from soupkit.distill import DistillConfig, distill
-from soupkit.distill.batches import batch_at, collate, split
+from soupkit.distill.batches import Batch, batch_at, collate, split
 from soupkit.distill.layers import DeltaEmbedding, DeltaLinear, SignLinear, TrainedDelta
-from soupkit.distill.models import Teacher
+from soupkit.distill.models import Teacher, scored_logits
 from soupkit.distill.state import STATE_NAME
+from soupkit.distill.streamed import StreamedModel
 from soupkit.encoding import Encoding, encode
 from soupkit.errors import BundleError, CheckpointError, TrainingError
 from soupkit.export import export_variant
+from soupkit.quality import Example, open_model, open_tokenizer, read_examples, score
 from soupkit.quality import encode as encode_rows
-from soupkit.quality import open_model, open_tokenizer, read_examples, score
 from soupkit.restore import restore
 from soupkit.verify import verify_family
 from soupkit_kernels.bitpack import pack
@@ -246,6 +248,18 @@ def test_another_fine_tune_than_the_variants_is_refused(models, tmp_path, other)
     with pytest.raises(CheckpointError, match="that the variant was exported from"):
         distill(family, "v", finetuned=place, data=models / "data.jsonl", config=FAST)
     assert snapshot(family) == before
+
+
+def test_a_token_beyond_the_models_is_refused(models):
+    batch = Batch(torch.tensor([[1, 10**6]]), torch.ones(1, 2, dtype=torch.int64), torch.ones(1, 2))
+    finetuned = open_checkpoint(models / "ft")
+    with pytest.raises(ValueError, match="token 1000000: the tokenizer exceeds"):
+        scored_logits(open_model(finetuned.path), batch, {})
+    with pytest.raises(ValueError, match="token 1000000: the tokenizer exceeds"):
+        StreamedModel(finetuned.path, finetuned.tensor).logits(batch)
+    row = encode_rows([Example("a", "b", 1)], open_tokenizer(models / "ft"))[0]
+    with pytest.raises(ValueError, match="token 1000000: the tokenizer exceeds"):
+        score(open_model(finetuned.path), [replace(row, ids=(1, 10**6), start=1)])
 
 
 @pytest.mark.parametrize("method", ["kl", "gram"])

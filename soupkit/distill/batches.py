@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,13 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """On a device."""
         return Batch(self.ids.to(device), self.mask.to(device), self.scored.to(device))
+
+
+def check_tokens(batch: Batch, model: Any) -> None:
+    """Raise ValueError if a token is beyond the embeddings of the model."""
+    words, most = model.get_input_embeddings().weight.shape[0], int(batch.ids.max())
+    if most >= words:
+        raise ValueError(f"token {most}: the tokenizer exceeds the model's {words}")
 
 
 def num_scored(row: Row) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from soupkit.bundle import Variant
 from soupkit.delta import canonical_name
-from soupkit.distill.batches import Batch, collate, num_scored
+from soupkit.distill.batches import Batch, check_tokens, collate, num_scored
 from soupkit.distill.layers import DeltaEmbedding, DeltaLinear, TrainedDelta
 from soupkit.encoding import decode
 from soupkit.errors import BundleError
@@ -24,6 +24,7 @@ from soupkit_kernels import Delta
 
 def scored_logits(model: nn.Module, batch: Batch, swapped: Mapping[str, Tensor]) -> Tensor:
     """Logits [scored positions, vocabulary] of a batch, some parameters replaced."""
+    check_tokens(batch, model)
     inputs = {"input_ids": batch.ids, "attention_mask": batch.mask, "use_cache": False}
     logits: Tensor = torch.func.functional_call(model, dict(swapped), kwargs=inputs).logits
     return logits[batch.scored].float()

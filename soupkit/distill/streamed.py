@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from soupkit.bundle import Variant
 from soupkit.checkpoint import Checkpoint
 from soupkit.delta import canonical_name
-from soupkit.distill.batches import Batch
+from soupkit.distill.batches import Batch, check_tokens
 from soupkit.encoding import decode
 from soupkit.errors import CheckpointError
 from soupkit_kernels import Delta
@@ -67,6 +67,7 @@ class StreamedModel:
         Raises:
             CheckpointError: the model reads weights of a layer that does not run.
         """
+        check_tokens(batch, self.model)
         try:
             out = self.model(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False)
             logits: Tensor = out.logits[batch.scored]
