@@ -52,9 +52,7 @@ def linear(
     step: Plan,
 ) -> Tensor:  # [T, N] in x's dtype
     """The equation of naive.py; arguments as `op.delta_linear` and `why_not` let them through."""
-    changed = {
-        v: n for v, n in step.tokens_by_variant().items() if v >= 0 and not arena.is_empty(v)
-    }
+    changed = _changed(arena, step)
     if not changed:
         return F.linear(x, weight, bias)
     limit = MANY_TOKENS[library.isa_name(arena.dtype)]
@@ -89,9 +87,7 @@ def add(library: native.Library, y: Tensor, x: Tensor, arena: DeltaArena, step: 
     Args:
         y: [T, N] contiguous, in x's dtype. x: [T, K].
     """
-    changed = {
-        v: n for v, n in step.tokens_by_variant().items() if v >= 0 and not arena.is_empty(v)
-    }
+    changed = _changed(arena, step)
     limit = MANY_TOKENS[library.isa_name(arena.dtype)]
     few = [variant for variant, count in changed.items() if count < limit]
     if few:
@@ -112,6 +108,12 @@ def add(library: native.Library, y: Tensor, x: Tensor, arena: DeltaArena, step: 
         if arena.row(variant)[RANK]:
             total.addmm_(*_low_rank(part, arena, variant))
         y[rows] = total.to(y.dtype)
+
+
+def _changed(arena: DeltaArena, step: Plan) -> dict[int, int]:
+    """Tokens of each variant that has something here."""
+    counts = step.tokens_by_variant()
+    return {v: n for v, n in counts.items() if v >= 0 and not arena.is_empty(v)}
 
 
 def _few(
