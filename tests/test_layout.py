@@ -16,7 +16,7 @@ LAYER = {
     "errors": 1, "config": 1, "delta": 1, "svd": 1, "merge": 1, "lora": 1,
     "numeric": 1, "solvers": 1, "monosoup": 1, "cuts": 1, "factored": 1, "gauge": 1,
     "encoding": 1, "signs": 1, "refit": 1, "gram": 1, "checks": 1, "forms": 1, "paired": 1,
-    "allocate": 1, "candidates": 1,
+    "allocate": 1, "candidates": 1, "workers": 1,
     "checkpoint": 2, "files": 2, "bundle": 2, "adapters": 2, "export": 2, "restore": 2,
     "offline": 2, "verify": 2, "tracking": 2, "tensorfile": 2, "fingerprint": 2, "companions": 2,
     "shards": 2, "manifest": 2, "blocks": 2, "family": 2, "family_write": 2, "describe": 2,

@@ -28,7 +28,7 @@ from soupkit.training.params import ParamStore, Unit
 from soupkit.training.peft import LoraUnit, factors_of, pair_of
 from soupkit.training.ranks import Ranks
 from soupkit.training.stored_cuts import Found, StoredCuts, on_host
-from soupkit.training.workers import Workers
+from soupkit.workers import Workers
 
 
 def cost_of(name: str, shape: tuple[int, ...]) -> int:

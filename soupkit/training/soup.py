@@ -39,7 +39,7 @@ from soupkit.training.state import Partner, SoupState
 from soupkit.training.stored_cuts import Found
 from soupkit.training.telling import Teller
 from soupkit.training.undo import SetAside
-from soupkit.training.workers import Workers
+from soupkit.workers import Workers
 
 REFUSALS_BEFORE_ADVICE = 3
 # Share of the energy above which truncation lost nothing worth a higher rank.

@@ -1,13 +1,15 @@
-"""Threads that decompose matrices side by side, where a matrix alone cannot keep them busy.
+"""Threads that work on matrices side by side, where a matrix alone cannot keep them busy.
 
 LAPACK's eigendecomposition of a 576 x 576 matrix takes 25 ms on one thread and no less on two; two
-of them on a thread each take 25 ms together. Each thread computes alone, so results do not depend
-on how many there are. An accelerator is kept busy by one matrix: there is one thread, the caller's.
+of them on a thread each take 25 ms together. While one thread waits for the disk, another computes.
+Each thread computes alone, so results do not depend on how many there are. An accelerator is kept
+busy by one matrix: there is one thread, the caller's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -25,8 +27,9 @@ _MOST = 8
 class Workers:
     """A context in which submitted work runs, on a CPU in threads of one core each."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Args: device: that the work is on."""
+    def __init__(self, device: torch.device | None = None) -> None:
+        """Args: device: that the work is on; None: the CPU."""
+        device = torch.device("cpu") if device is None else device
         self._threads = torch.get_num_threads()
         self._count = min(self._threads, _MOST) if device.type == "cpu" else 1
         self._pool: ThreadPoolExecutor | None = None
@@ -72,3 +75,17 @@ class Workers:
     def map(self, act: Callable[[S], T], items: Sequence[S]) -> list[T]:
         """`act` of each item, in order."""
         return [future.result() for future in [self.submit(partial(act, one)) for one in items]]
+
+    def stream(self, act: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
+        """`act` of each item, in order, as they are done.
+
+        Items are drawn from this thread, one more ahead of the results than there are threads, so
+        that memory does not grow with their number. An error of `act` is raised in its turn.
+        """
+        waiting: deque[Future[T]] = deque()
+        for item in items:
+            if len(waiting) > self._count:
+                yield waiting.popleft().result()
+            waiting.append(self.submit(partial(act, item)))
+        while waiting:
+            yield waiting.popleft().result()
