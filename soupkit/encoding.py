@@ -42,7 +42,7 @@ def stored_bytes(
 ) -> int:
     """Bytes of all tensors of a delta [N, K] so encoded, factors in `factor_dtype`."""
     out_features, in_features = shape
-    planes = 2 if encoding.is_sparse else encoding.planes
+    planes = encoding.stored_planes
     row_scales = out_features if encoding.scale in ("row", "rank1") else 1
     column_scales = in_features if encoding.scale in ("column", "rank1") else 0
     signs = out_features * packed_width(in_features)
@@ -169,7 +169,7 @@ def _encode_signs(
     if encoding.scale != "row" or not shape[0]:
         return _encode_planes(read, shape, encoding, device)
     # Rows do not know of each other: a block is read once for all its planes.
-    planes = 2 if encoding.is_sparse else encoding.planes
+    planes = encoding.stored_planes
     packed = torch.empty(planes, shape[0], packed_width(shape[1]), dtype=torch.uint8, device=device)
     scale = torch.empty(planes, shape[0], device=device)
     for rows in row_blocks(shape):

@@ -303,7 +303,7 @@ def delta_entry(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, encoding: Encoding
 ) -> TensorEntry:
     """How a matrix is stored by an encoding, without an error."""
-    planes = 2 if encoding.is_sparse else encoding.planes
+    planes = encoding.stored_planes
     entry = TensorEntry(
         name,
         "delta",

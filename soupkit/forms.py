@@ -72,6 +72,11 @@ class Encoding:
             raise ValueError(f"is_sparse=True with {self}: support and sign go with nothing else")
 
     @property
+    def stored_planes(self) -> int:
+        """Planes of packed signs in a file: a sparse delta has two, which cancel off its support."""
+        return 2 if self.is_sparse else self.planes
+
+    @property
     def name(self) -> str:
         """The text form; `parse` reads it."""
         if self.is_sparse:

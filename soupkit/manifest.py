@@ -338,7 +338,7 @@ def _check_delta(entry: TensorEntry) -> None:
         encoding = Encoding.parse(text or "")
     except ValueError as error:
         raise BundleError(f"manifest.json gives {name!r} a wrong {error}") from None
-    planes = 2 if encoding.is_sparse else encoding.planes
+    planes = encoding.stored_planes
     _need(entry.planes == planes, f"gives {name!r} {entry.planes} planes, {text} has {planes}")
     axis = encoding.scale if planes else None
     _need(entry.scale_axis == axis, f"gives {name!r} the scale axis {entry.scale_axis!r}: {text}")
