@@ -10,6 +10,8 @@ hostile input, without running what it pickles; no weight is trained or encoded 
 """
 
 import math
+import pickle
+import re
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -171,6 +173,14 @@ def _load(path: Path) -> dict[str, Tensor]:
             # torch warns of pickles that it would not write itself.
             warnings.simplefilter("error")
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        # torch's own text tells to run what is pickled.
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"names {named[1]}, which is" if named else "holds what is"
+        raise BundleError(
+            f"{path}: its pickle {what} no tensor, so it is not run; if you trust the file, load "
+            "it with torch and save anew only the dict of its tensors"
+        ) from None
     except Exception as error:  # noqa: BLE001  # a hostile pickle may raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise BundleError(f"{path}: cannot be read as plain tensors: {reason}") from None
