@@ -447,6 +447,9 @@ def test_an_interrupted_command_leaves_the_family(models, tmp_path):
     process.send_signal(signal.SIGINT)
     _, complaint = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert complaint == "soupkit: interrupted; nothing was left half-written\n"
+    assert complaint == (
+        f"soupkit: the run so far is kept in {state}: the same command goes on from there\n"
+        "soupkit: interrupted; nothing was left half-written\n"
+    )
     assert snapshot(family) == before
     assert [path.name for path in state.iterdir()] == [STATE_NAME]

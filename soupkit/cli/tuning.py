@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from soupkit.cli.app import BaseOption, FamilyPath, Json, command, parse_path
-from soupkit.cli.console import print_json, say, show_progress
+from soupkit.cli.console import error_line, print_json, say, show_progress
 
 
 class DistillMethod(str, Enum):
@@ -63,6 +63,7 @@ def distill(
     """
     from soupkit.distill import DistillConfig
     from soupkit.distill import distill as run
+    from soupkit.distill.state import STATE_NAME
 
     config = DistillConfig(
         method=method.value,
@@ -75,19 +76,24 @@ def distill(
         norms=norms,
         seed=seed,
     )
-    with show_progress(f"distilling {name}") as progress:
-        report = run(
-            family,
-            name,
-            finetuned=finetuned,
-            data=data,
-            config=config,
-            out_name=out_name,
-            base=base,
-            state=state,
-            device=device,
-            progress=progress,
-        )
+    try:
+        with show_progress(f"distilling {name}") as progress:
+            report = run(
+                family,
+                name,
+                finetuned=finetuned,
+                data=data,
+                config=config,
+                out_name=out_name,
+                base=base,
+                state=state,
+                device=device,
+                progress=progress,
+            )
+    except (KeyboardInterrupt, SystemExit):
+        if state is not None and (state / STATE_NAME).exists():
+            error_line(f"the run so far is kept in {state}: the same command goes on from there")
+        raise
     if as_json:
         print_json(report.to_json())
     else:
