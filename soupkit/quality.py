@@ -1,4 +1,4 @@
-"""How well a causal language model does on held-out data: loss, KL to another model, exact match.
+"""How well a causal language model does on held-out data: loss, and KL to another model.
 
     loss = -mean log p(token)                          over answer tokens, in nats
     KL(p || q) = mean sum_v p(v) (log p(v) - log q(v)) over answer tokens, p the reference
@@ -6,8 +6,8 @@
 Data are JSON lines of {"prompt", "answer"} or {"text"}. Prompt and answer are tokenised apart and
 without the tokenizer's own first and last tokens, as the recipes train them, and the end of text
 belongs to the answer; a prompt that needs a first token has it written out. Of a text all tokens
-but the first are answer. Log-probabilities are float64 of the model's float32 logits. A model's own
-settings for sampling are ignored: decoding is greedy. No files are written, nothing is judged here.
+but the first are answer. Log-probabilities are float64 of the model's float32 logits. No files are
+written, nothing is judged here; exact match is in soupkit.exact_match.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,6 @@ from soupkit.files import parse_json
 IGNORED = -100
 # Of a batch, padding included: its float32 logits take 2048 * 4 bytes a word of the vocabulary.
 BATCH_TOKENS = 2048
-DECODE_BATCH = 16
-# A rambling model is cut this many tokens after the longest answer.
-SLACK_TOKENS = 8
 _POSITIONS = 256
 
 Step = Callable[[int], None]
@@ -216,12 +212,8 @@ def score(
     if not rows:
         raise ValueError("no rows to score: give at least one example")
     loss, distance, tokens = 0.0, 0.0, 0
-    for batch in _batches(rows):
-        ids, labels = _padded(batch)
-        if int(ids.max()) >= (words := model.get_input_embeddings().weight.shape[0]):
-            raise ValueError(f"token {int(ids.max())}: the tokenizer exceeds the model's {words}")
-        ids, labels = ids.to(model.device), labels.to(model.device)
-        mask = (torch.arange(ids.shape[1], device=ids.device) < _lengths(batch, ids.device)).long()
+    for batch in batches(rows):
+        ids, labels, mask = padded(batch, model)
         answer = labels[:, 1:] != IGNORED
         wanted = labels[:, 1:][answer]
         ours = model(input_ids=ids, attention_mask=mask).logits[:, :-1][answer]
@@ -258,7 +250,7 @@ def _kl(p: Tensor, q: Tensor) -> float:
     return max(0.0, float(terms.sum()))
 
 
-def _batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
+def batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
     """Rows of like length together, longest first, BATCH_TOKENS or one row at a time."""
     batch: list[Row] = []
     for row in sorted(rows, key=lambda row: -len(row.ids)):
@@ -269,79 +261,22 @@ def _batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
     yield batch
 
 
-def _padded(batch: Sequence[Row]) -> tuple[Tensor, Tensor]:
-    """ids and labels [rows, longest]; padded on the right with 0, which no token before sees."""
+def padded(batch: Sequence[Row], model: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """ids, labels and attention mask [rows, longest] on the model's device; padded on the right
+    with 0, which no token before sees.
+
+    Raises:
+        ValueError: a token that the model has no embedding for.
+    """
     width = max(len(row.ids) for row in batch)
     ids = torch.zeros(len(batch), width, dtype=torch.long)
     labels = torch.full((len(batch), width), IGNORED)
+    mask = torch.zeros_like(ids)
     for place, row in enumerate(batch):
         tokens = torch.tensor(row.ids)
         ids[place, : len(tokens)] = tokens
         labels[place, row.start : len(tokens)] = tokens[row.start :]
-    return ids, labels
-
-
-def _lengths(batch: Sequence[Row], device: torch.device) -> Tensor:
-    return torch.tensor([[len(row.ids)] for row in batch], device=device)
-
-
-@torch.inference_mode()
-def exact_matches(
-    model: Any,
-    rows: Sequence[Row],
-    tokenizer: Any,
-    *,
-    step: Step | None = None,
-) -> list[bool]:
-    """For each row with a prompt, in order: whether the greedy answer is the given one, as text
-    without white space around it.
-
-    Args:
-        step: called with the number of rows that a batch finished.
-    """
-    asked = [row for row in rows if not row.example.is_text]
-    if not asked:
-        return []
-    ends = sorted({*_end_tokens(model.generation_config), *_end_tokens(tokenizer)})
-    longest = max(len(row.ids) - row.start for row in asked) + SLACK_TOKENS
-    order = sorted(range(len(asked)), key=lambda i: asked[i].start)
-    right = [False] * len(asked)
-    # Prompts of one length go together, so that none is padded.
-    for _, same in groupby(order, key=lambda i: asked[i].start):
-        group = list(same)
-        for at in range(0, len(group), DECODE_BATCH):
-            batch = group[at : at + DECODE_BATCH]
-            prompts = torch.tensor([asked[i].ids[: asked[i].start] for i in batch])
-            for i, tokens in zip(batch, _greedy(model, prompts, longest, ends), strict=True):
-                text = tokenizer.decode(tokens, skip_special_tokens=True)
-                right[i] = text.strip() == asked[i].example.answer.strip()
-            if step:
-                step(len(batch))
-    return right
-
-
-def _end_tokens(owner: Any) -> list[int]:
-    end = owner.eos_token_id
-    return [] if end is None else [end] if isinstance(end, int) else list(end)
-
-
-def _greedy(model: Any, prompts: Tensor, most: int, ends: Sequence[int]) -> list[list[int]]:
-    """The likeliest next tokens after each prompt, up to one of `ends` (left out) or `most`."""
-    prompts = prompts.to(model.device)
-    context = context_of(model)
-    if context is not None:
-        most = min(most, context - prompts.shape[1])
-    out = model.generate(
-        input_ids=prompts,
-        attention_mask=torch.ones_like(prompts),
-        max_new_tokens=most,
-        do_sample=False,
-        eos_token_id=list(ends) or None,
-        # It only fills rows that have ended.
-        pad_token_id=ends[0] if ends else 0,
-    )
-    answers = []
-    for row in out[:, prompts.shape[1] :].tolist():
-        stop = next((place for place, token in enumerate(row) if token in ends), len(row))
-        answers.append(row[:stop])
-    return answers
+        mask[place, : len(tokens)] = 1
+    if int(ids.max()) >= (words := model.get_input_embeddings().weight.shape[0]):
+        raise ValueError(f"token {int(ids.max())}: the tokenizer exceeds the model's {words}")
+    return ids.to(model.device), labels.to(model.device), mask.to(model.device)

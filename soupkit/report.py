@@ -23,6 +23,7 @@ from soupkit.budget import export_within
 from soupkit.bundle import open_variant
 from soupkit.checkpoint import Checkpoint, open_checkpoint
 from soupkit.errors import BundleError
+from soupkit.exact_match import exact_matches
 from soupkit.export import Progress, export_variant
 from soupkit.family import Family, open_base, open_family
 from soupkit.files import atomic_folder, atomic_write_json, file_digest
@@ -35,7 +36,6 @@ from soupkit.quality import (
     Row,
     Score,
     encode,
-    exact_matches,
     open_model,
     open_tokenizer,
     read_examples,

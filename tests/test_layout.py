@@ -23,7 +23,7 @@ LAYER = {
     "dense": 2, "pairs": 2, "rewrite": 2, "bitdelta_file": 2, "merge_config": 2,
     "budget": 2,
     "training": 3, "serving": 3, "distill": 3,
-    "quality": 3, "report": 3, "report_figures": 3, "report_page": 3,
+    "quality": 3, "exact_match": 3, "report": 3, "report_figures": 3, "report_page": 3,
     "bench": 4, "cli": 4, "__main__": 4,
 }  # fmt: skip
 

@@ -1,0 +1,126 @@
+"""Exact match: is a model's greedy answer to a prompt, as text, the given one?
+
+    y_i = argmax_v p(v | prompt, y_1 .. y_{i-1})      up to a token that ends the answer
+
+Up to where the two part, the greedy answer is the given one, so one pass over prompt and given
+answer tells it: if all of it is the likeliest, it is right; if it parts with a token whose text is
+not the answer's, it is wrong. Only what parts with the same text (other tokens, white space) is
+decoded, token by token. A model's own settings for sampling are ignored. White space around an
+answer does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from soupkit.quality import IGNORED, Row, Step, batches, context_of, padded
+
+DECODE_BATCH = 16
+# A rambling model is cut this many tokens after the longest answer.
+SLACK_TOKENS = 8
+
+
+@torch.inference_mode()
+def exact_matches(
+    model: Any,
+    rows: Sequence[Row],
+    tokenizer: Any,
+    *,
+    step: Step | None = None,
+) -> list[bool]:
+    """For each row with a prompt, in order: whether the greedy answer is the given one, as text
+    without white space around it.
+
+    Args:
+        step: called with the number of rows that a batch finished.
+    """
+    asked = [row for row in rows if not row.example.is_text]
+    if not asked:
+        return []
+    ends = sorted({*_end_tokens(model.generation_config), *_end_tokens(tokenizer)})
+    right: dict[int, bool] = {}
+    for batch in batches(asked):
+        ids, labels, mask = padded(batch, model)
+        answer = labels[:, 1:] != IGNORED
+        likeliest = model(input_ids=ids, attention_mask=mask).logits[:, :-1][answer].argmax(-1)
+        counts = [len(row.ids) - row.start for row in batch]
+        for row, tokens in zip(batch, likeliest.cpu().split(counts), strict=True):
+            verdict = _verdict(row, tokens.tolist(), tokenizer, ends)
+            if verdict is not None:
+                right[id(row)] = verdict
+        if step:
+            step(sum(id(row) in right for row in batch))
+    longest = max(len(row.ids) - row.start for row in asked) + SLACK_TOKENS
+    for batch in _same_length([row for row in asked if id(row) not in right]):
+        prompts = torch.tensor([row.ids[: row.start] for row in batch])
+        for row, said in zip(batch, _greedy(model, prompts, longest, ends), strict=True):
+            right[id(row)] = _text(tokenizer, said).strip() == row.example.answer.strip()
+        if step:
+            step(len(batch))
+    return [right[id(row)] for row in asked]
+
+
+def _verdict(
+    row: Row, likeliest: Sequence[int], tokenizer: Any, ends: Sequence[int]
+) -> bool | None:
+    """Whether the greedy answer is right, by the likeliest token at each place of the given one;
+    None: that does not tell.
+    """
+    wanted = row.ids[row.start :]
+    for place, (said, given) in enumerate(zip(likeliest, wanted, strict=True)):
+        if said in ends:
+            text = _text(tokenizer, wanted[:place])
+            return text.strip() == row.example.answer.strip()
+        if said != given:
+            text = _text(tokenizer, [*wanted[:place], said])
+            # Part of a letter is written as U+FFFD, and decoders move white space.
+            text = "".join(text.rstrip("\ufffd").split())
+            return None if "".join(row.example.answer.split()).startswith(text) else False
+    return None
+
+
+def _text(tokenizer: Any, tokens: Sequence[int]) -> str:
+    text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
+    return text
+
+
+def _same_length(rows: Sequence[Row]) -> list[list[Row]]:
+    """Batches of rows whose prompts are of one length, so that none is padded."""
+    found = []
+    ordered = sorted(rows, key=lambda row: row.start)
+    for _, same in groupby(ordered, key=lambda row: row.start):
+        group = list(same)
+        found += [group[at : at + DECODE_BATCH] for at in range(0, len(group), DECODE_BATCH)]
+    return found
+
+
+def _end_tokens(owner: Any) -> list[int]:
+    end = owner.eos_token_id
+    return [] if end is None else [end] if isinstance(end, int) else list(end)
+
+
+def _greedy(model: Any, prompts: Tensor, most: int, ends: Sequence[int]) -> list[list[int]]:
+    """The likeliest next tokens after each prompt, up to one of `ends` (left out) or `most`."""
+    prompts = prompts.to(model.device)
+    context = context_of(model)
+    if context is not None:
+        most = min(most, context - prompts.shape[1])
+    out = model.generate(
+        input_ids=prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=most,
+        do_sample=False,
+        eos_token_id=list(ends) or None,
+        # It only fills rows that have ended.
+        pad_token_id=ends[0] if ends else 0,
+    )
+    answers = []
+    for row in out[:, prompts.shape[1] :].tolist():
+        stop = next((place for place, token in enumerate(row) if token in ends), len(row))
+        answers.append(row[:stop])
+    return answers
