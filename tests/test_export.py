@@ -26,6 +26,7 @@ from soupkit.files import PENDING_PREFIX
 from soupkit.manifest import TensorEntry
 from soupkit.merge import MergeRule
 from soupkit.offline import merge_checkpoints
+from soupkit.restore import restore
 from soupkit.verify import verify_family
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -127,6 +128,33 @@ def test_unchanged_parameters_store_nothing(base_folder, make_finetune, tmp_path
     same = export(base_folder, base_folder, tmp_path / "f", "same")
     assert set(kinds(same).values()) == {"same", "tied"}
     assert load(tmp_path / "f", "same").nbytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("encoding", ["lowrank-3", "lowrank-3+row", "row+lowrank-3"])
+def test_factors_of_16_bits_travel_bit_for_bit(
+    make_llama, make_finetune, tmp_path, encoding, dtype
+):
+    base = make_llama(tmp_path / "base", dtype=dtype)
+    finetuned = make_finetune(tmp_path / "ft", base)
+    export(base, finetuned, tmp_path / "f", encoding=encoding)
+    loaded = load(tmp_path / "f")
+    before, after = (load_file(one / "model.safetensors") for one in (base, finetuned))
+    for name, found in loaded.deltas.items():
+        wanted = encode(
+            after[name].float() - before[name].float(),
+            Encoding.parse(encoding),
+            factor_dtype=dtype,
+        )
+        assert found.up.dtype == found.down.dtype == dtype
+        assert all(
+            torch.equal(one, other) for one, other in zip(found.parts, wanted.parts, strict=True)
+        )
+    restore(tmp_path / "f", "v", out=tmp_path / "dense")
+    dense = load_file(tmp_path / "dense" / "model.safetensors")
+    for name, found in loaded.deltas.items():
+        torch.testing.assert_close(dense[name], before[name].float() + decode(found))
+    assert verify_family(tmp_path / "f") == []
 
 
 def test_bfloat16_base_and_equal_float32_fine_tune_differ_in_nothing(make_llama, tmp_path):
@@ -784,14 +812,33 @@ print(peak[0] - started)
 """
 
 
+LOW_RANK_SCRIPT = (
+    MEMORY_SCRIPT.partition("for encoding in")[0]
+    + """
+export_variant(base, finetuned, family={family!r}, name="low", encoding="lowrank-2+row")
+print(peak[0] - started)
+"""
+)
+
+
 @pytest.mark.slow
-def test_memory_does_not_grow_with_a_matrix(tmp_path):
+@pytest.mark.parametrize(
+    ("script", "rows", "most"),
+    [
+        # Packed signs of two planes are 32 MiB; the rest is blocks of rows and what malloc keeps.
+        (MEMORY_SCRIPT, 2**16, 400 * 2**20),
+        # A low-rank part has a matrix at a time in memory, and the SVD two copies of it.
+        (LOW_RANK_SCRIPT, 2**15, (3 * 256 + 200) * 2**20),
+    ],
+    ids=["signs", "low rank"],
+)
+def test_memory_does_not_grow_with_a_matrix(tmp_path, script, rows, most):
     """TB67: in an export and in a merge of checkpoints."""
-    tensor = torch.zeros(2**16, 2**11, dtype=torch.bfloat16)
+    tensor = torch.zeros(rows, 2**11, dtype=torch.bfloat16)
     for name, value in (("base", 0.0), ("ft", 0.5)):
         (tmp_path / name).mkdir()
         save_file({"embed.weight": tensor + value}, tmp_path / name / "model.safetensors")
-    script = MEMORY_SCRIPT.format(
+    script = script.format(
         root=str(ROOT),
         kernels=str(ROOT / "kernels"),
         base=str(tmp_path / "base"),
@@ -803,6 +850,6 @@ def test_memory_does_not_grow_with_a_matrix(tmp_path):
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
     )
     grown = int(done.stdout)
-    print(f"{grown / 2**20:.0f} MiB more than at the start, for a matrix of 512 MiB in float32")
-    # Packed signs of two planes are 32 MiB; the rest is blocks of rows and what malloc keeps.
-    assert grown < 400 * 2**20
+    size = tensor.numel() * 4 / 2**20
+    print(f"{grown / 2**20:.0f} MiB more than at the start, for a matrix of {size:.0f} in float32")
+    assert grown < most
