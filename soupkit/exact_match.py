@@ -2,11 +2,11 @@
 
     y_i = argmax_v p(v | prompt, y_1 .. y_{i-1})      up to a token that ends the answer
 
-Up to where the two part, the greedy answer is the given one, so one pass over prompt and given
-answer tells it: if all of it is the likeliest, it is right; if it parts with a token whose text is
-not the answer's, it is wrong. Only what parts with the same text (other tokens, white space) is
-decoded, token by token. A model's own settings for sampling are ignored. White space around an
-answer does not count.
+Up to where the two part, the greedy answer is the given one, so the pass over prompt and given
+answer that measures the loss tells it: if all of it is the likeliest, it is right; if it parts with
+a token whose text is not the answer's, it is wrong. Only what parts with the same text (other
+tokens, white space) is decoded, token by token. A model's own settings for sampling are ignored.
+White space around an answer does not count.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from soupkit.quality import IGNORED, Row, Step, batches, context_of, padded
+from soupkit.quality import Row, Step, context_of
 
 DECODE_BATCH = 16
 # A rambling model is cut this many tokens after the longest answer.
 SLACK_TOKENS = 8
 
 
-@torch.inference_mode()
 def exact_matches(
     model: Any,
     rows: Sequence[Row],
+    likeliest: Sequence[Sequence[int]],
     tokenizer: Any,
     *,
     step: Step | None = None,
@@ -37,32 +37,22 @@ def exact_matches(
     without white space around it.
 
     Args:
-        step: called with the number of rows that a batch finished.
+        likeliest: of each row, as soupkit.quality.score found them for this model.
+        step: called with the number of rows that are told at a time.
     """
-    asked = [row for row in rows if not row.example.is_text]
-    if not asked:
-        return []
     ends = sorted({*_end_tokens(model.generation_config), *_end_tokens(tokenizer)})
-    right: dict[int, bool] = {}
-    for batch in batches(asked):
-        ids, labels, mask = padded(batch, model)
-        answer = labels[:, 1:] != IGNORED
-        likeliest = model(input_ids=ids, attention_mask=mask).logits[:, :-1][answer].argmax(-1)
-        counts = [len(row.ids) - row.start for row in batch]
-        for row, tokens in zip(batch, likeliest.cpu().split(counts), strict=True):
-            verdict = _verdict(row, tokens.tolist(), tokenizer, ends)
-            if verdict is not None:
-                right[id(row)] = verdict
+    asked = [(row, said) for row, said in zip(rows, likeliest, strict=True) if row.example.prompt]
+    right = [_verdict(row, said, tokenizer, ends) for row, said in asked]
+    if step:
+        step(len(right) - right.count(None))
+    longest = max((len(row.ids) - row.start for row, _ in asked), default=0) + SLACK_TOKENS
+    for group in _same_length([i for i, found in enumerate(right) if found is None], asked):
+        prompts = torch.tensor([asked[i][0].ids[: asked[i][0].start] for i in group])
+        for i, said in zip(group, _greedy(model, prompts, longest, ends), strict=True):
+            right[i] = _text(tokenizer, said).strip() == asked[i][0].example.answer.strip()
         if step:
-            step(sum(id(row) in right for row in batch))
-    longest = max(len(row.ids) - row.start for row in asked) + SLACK_TOKENS
-    for batch in _same_length([row for row in asked if id(row) not in right]):
-        prompts = torch.tensor([row.ids[: row.start] for row in batch])
-        for row, said in zip(batch, _greedy(model, prompts, longest, ends), strict=True):
-            right[id(row)] = _text(tokenizer, said).strip() == row.example.answer.strip()
-        if step:
-            step(len(batch))
-    return [right[id(row)] for row in asked]
+            step(len(group))
+    return [bool(found) for found in right]
 
 
 def _verdict(
@@ -89,11 +79,14 @@ def _text(tokenizer: Any, tokens: Sequence[int]) -> str:
     return text
 
 
-def _same_length(rows: Sequence[Row]) -> list[list[Row]]:
-    """Batches of rows whose prompts are of one length, so that none is padded."""
+def _same_length(
+    left: Sequence[int], asked: Sequence[tuple[Row, Sequence[int]]]
+) -> list[list[int]]:
+    """Batches of places in `asked` whose prompts are of one length, so that none is padded."""
     found = []
-    ordered = sorted(rows, key=lambda row: row.start)
-    for _, same in groupby(ordered, key=lambda row: row.start):
+    for _, same in groupby(
+        sorted(left, key=lambda i: asked[i][0].start), lambda i: asked[i][0].start
+    ):
         group = list(same)
         found += [group[at : at + DECODE_BATCH] for at in range(0, len(group), DECODE_BATCH)]
     return found
@@ -104,6 +97,7 @@ def _end_tokens(owner: Any) -> list[int]:
     return [] if end is None else [end] if isinstance(end, int) else list(end)
 
 
+@torch.inference_mode()
 def _greedy(model: Any, prompts: Tensor, most: int, ends: Sequence[int]) -> list[list[int]]:
     """The likeliest next tokens after each prompt, up to one of `ends` (left out) or `most`."""
     prompts = prompts.to(model.device)

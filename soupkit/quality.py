@@ -13,6 +13,7 @@ written, nothing is judged here; exact match is in soupkit.exact_match.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,13 +61,18 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """loss: in nats an answer token. tokens: how many. kl: of the reference to the model, in nats
-    an answer token; None without a reference.
+    """What a model says of answers.
+
+    Args:
+        loss: in nats an answer token. tokens: how many.
+        kl: of the reference to the model, in nats an answer token; None without a reference.
+        likeliest: of each row, in order, the likeliest token at each place of its answer.
     """
 
     loss: float
     tokens: int
     kl: float | None
+    likeliest: tuple[tuple[int, ...], ...]
 
 
 def read_examples(path: str | Path) -> list[Example]:
@@ -195,43 +201,94 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
 
+class Reference:
+    """The logits of a model on the answers of rows: computed once for many comparisons.
+
+    They lie in a file, [answer tokens, words] float32, as they may exceed the memory.
+    """
+
+    def __init__(self, path: Path, tokens: int) -> None:
+        """Args: path: of the file to be. tokens: of all answers together."""
+        self._path, self._tokens = path, tokens
+        self._logits: Tensor | None = None
+        self._done = 0
+
+    def keep(self, logits: Tensor) -> None:
+        """Store those of the next batch."""
+        if self._logits is None:
+            size = (self._tokens, logits.shape[1])
+            nbytes = 4 * math.prod(size)
+            with self._path.open("xb") as file:
+                try:
+                    # Pages that the disk has no room for would end the process when written.
+                    os.posix_fallocate(file.fileno(), 0, nbytes)
+                except OSError as error:
+                    why = f"{error.strerror}: {nbytes:,} bytes for the logits of {self._tokens:,} "
+                    why += "answer tokens; give fewer examples"
+                    raise OSError(error.errno, why, str(self._path)) from None
+            stored = torch.from_file(
+                str(self._path), shared=True, size=math.prod(size), dtype=torch.float32
+            )
+            self._logits = stored.view(size)
+        self._logits[self._done : self._done + len(logits)] = logits.cpu()
+        self._done += len(logits)
+
+    def at(self, start: int, like: Tensor) -> Tensor:
+        """Those that match `like` [tokens, words], from answer token `start` on, on its device.
+
+        Raises:
+            ValueError: another vocabulary.
+        """
+        assert self._logits is not None
+        if self._logits.shape[1] != like.shape[1]:
+            raise ValueError(
+                f"a vocabulary of {like.shape[1]} against {self._logits.shape[1]} in the "
+                "reference: there is no KL between them"
+            )
+        return self._logits[start : start + len(like)].to(like.device)
+
+
 @torch.inference_mode()
 def score(
-    model: Any, rows: Sequence[Row], *, reference: Any | None = None, step: Step | None = None
+    model: Any,
+    rows: Sequence[Row],
+    *,
+    reference: Reference | None = None,
+    keep: Reference | None = None,
+    step: Step | None = None,
 ) -> Score:
-    """Loss of a model on the answers of `rows`, and KL(reference || model) there.
+    """Loss of a model on the answers of `rows`, KL(reference || model) there, what it would say.
 
     Args:
-        reference: a model of the same vocabulary; its weights stay as they are.
+        reference: logits of a model of the same vocabulary on the same rows, in the same order.
+        keep: takes this model's logits.
         step: called with the number of rows that a batch finished.
 
     Raises:
         ValueError: no row, or another vocabulary in the reference. CheckpointError: logits that are
-            not finite.
+            not finite. OSError: the disk refused.
     """
     if not rows:
         raise ValueError("no rows to score: give at least one example")
     loss, distance, tokens = 0.0, 0.0, 0
+    likeliest: dict[int, tuple[int, ...]] = {}
     for batch in batches(rows):
         ids, labels, mask = padded(batch, model)
         answer = labels[:, 1:] != IGNORED
         wanted = labels[:, 1:][answer]
-        ours = model(input_ids=ids, attention_mask=mask).logits[:, :-1][answer]
-        theirs = None
-        if reference is not None:
-            theirs = reference(input_ids=ids, attention_mask=mask).logits[:, :-1][answer]
-            if theirs.shape != ours.shape:
-                raise ValueError(
-                    f"a vocabulary of {ours.shape[1]} against {theirs.shape[1]} in the reference: "
-                    "there is no KL between them"
-                )
+        ours = model(input_ids=ids, attention_mask=mask).logits[:, :-1][answer].float()
+        if keep is not None:
+            keep.keep(ours)
         # Blocks of positions bound the float64 copies.
         for at in range(0, len(wanted), _POSITIONS):
             part = slice(at, at + _POSITIONS)
             logs = ours[part].double().log_softmax(-1)
             loss -= float(logs.gather(1, wanted[part, None]).sum())
-            if theirs is not None:
-                distance += _kl(theirs[part].double().log_softmax(-1), logs)
+            if reference is not None:
+                theirs = reference.at(tokens + at, ours[part])
+                distance += _kl(theirs.double().log_softmax(-1), logs)
+        said = ours.argmax(-1).cpu().split([len(row.ids) - row.start for row in batch])
+        likeliest |= {id(row): tuple(one.tolist()) for row, one in zip(batch, said, strict=True)}
         tokens += len(wanted)
         if step:
             step(len(batch))
@@ -240,7 +297,12 @@ def score(
             f"loss {loss}, KL {distance}: the model's logits are not finite; `soupkit verify` "
             "finds damaged weights"
         )
-    return Score(loss / tokens, tokens, None if reference is None else distance / tokens)
+    return Score(
+        loss / tokens,
+        tokens,
+        None if reference is None else distance / tokens,
+        tuple(likeliest[id(row)] for row in rows),
+    )
 
 
 def _kl(p: Tensor, q: Tensor) -> float:

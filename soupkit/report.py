@@ -3,8 +3,8 @@ is stored, and other encodings of the same fine-tune, on one file of held-out da
 
 Each is measured as the dense model that `soupkit restore` writes, in float32 (soupkit.quality), and
 compared with the full fine-tune: KL by answer token, and exact match as a paired difference
-(soupkit.paired). At most two models are in memory: the full fine-tune and one other. Other
-encodings go to a family beside the report that is gone when it is done. No times and no dates are
+(soupkit.paired). One model is in memory at a time; the full fine-tune's logits and the families of
+other encodings lie beside the report and are gone when it is done. No times and no dates are
 written: the same input gives the same report.
 """
 
@@ -33,6 +33,7 @@ from soupkit.paired import METHOD, paired_interval, verdict
 from soupkit.pairs import pair_names
 from soupkit.quality import (
     Example,
+    Reference,
     Row,
     Score,
     encode,
@@ -49,6 +50,7 @@ from soupkit.version import __version__
 SCHEMA = 1
 DOCUMENT_NAME = "report.json"
 PAGE_NAME = "index.html"
+LOGITS_NAME = "logits"
 
 # The goal: exact match at most half a point below the full fine-tune's, on so many prompts.
 GOAL_LIMIT = -0.005
@@ -156,10 +158,10 @@ class _Ticker:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reference:
-    """The full fine-tune: the model, and which prompts it answers rightly."""
+class _Full:
+    """The full fine-tune: its logits, and which prompts it answers rightly."""
 
-    model: Any
+    logits: Reference
     right: list[bool]
 
 
@@ -201,7 +203,7 @@ class _Variant:
         held = _Held(rows, tokenizer, device)
         results, reference = [], None
         if self._full is not None:
-            result, reference = self._reference(self._full.path, held)
+            result, reference = self._full_result(self._full.path, held)
             results.append(result)
         shapes = {entry.name: entry.shape for entry in variant.manifest.tensors}
         # A base of another vocabulary has no logits for the same tokens.
@@ -213,6 +215,7 @@ class _Variant:
         if self._full is not None:
             for encoding in encodings:
                 results.append(self._tried(encoding, self._full, held, reference))
+        (self._scratch / LOGITS_NAME).unlink(missing_ok=True)
         _tell_ratios(results)
         entries = variant.manifest.tensors
         return {
@@ -237,7 +240,7 @@ class _Variant:
         return folder
 
     def _tried(
-        self, encoding: str, full: Checkpoint, held: _Held, reference: _Reference | None
+        self, encoding: str, full: Checkpoint, held: _Held, reference: _Full | None
     ) -> dict[str, Any]:
         """The result of another encoding of the fine-tune."""
         family = self._scratch / "family"
@@ -253,31 +256,37 @@ class _Variant:
         shutil.rmtree(family)
         return told
 
-    def _reference(self, folder: Path, held: _Held) -> tuple[dict[str, Any], _Reference]:
-        """The result of the full fine-tune, and itself."""
-        self._ticker.what = f"{self._name}: {FULL}"
-        model = open_model(folder, device=held.device)
-        scored = score(model, held.rows, step=self._ticker)
-        right = exact_matches(model, held.rows, held.tokenizer, step=self._ticker)
-        return _result(FULL, scored, right, None), _Reference(model, right)
+    def _full_result(self, folder: Path, held: _Held) -> tuple[dict[str, Any], _Full]:
+        """The result of the full fine-tune, and what others are compared with."""
+        tokens = sum(len(row.ids) - row.start for row in held.rows)
+        logits = Reference(self._scratch / LOGITS_NAME, tokens)
+        scored, right = self._scored(FULL, folder, held, keep=logits)
+        return _result(FULL, scored, right, None), _Full(logits, right)
 
     def _measured(
-        self, label: str, folder: Path, held: _Held, reference: _Reference | None
+        self, label: str, folder: Path, held: _Held, reference: _Full | None
     ) -> dict[str, Any]:
-        """The result of the model in a folder, which is in memory only meanwhile."""
+        """The result of the model in a folder."""
+        logits = None if reference is None else reference.logits
+        scored, right = self._scored(label, folder, held, reference=logits)
+        return _result(label, scored, right, reference)
+
+    def _scored(
+        self, label: str, folder: Path, held: _Held, **logits: Reference | None
+    ) -> tuple[Score, list[bool]]:
+        """What is measured of a model, which is in memory only meanwhile."""
         self._ticker.what = f"{self._name}: {label}"
         model = open_model(folder, device=held.device)
-        against = None if reference is None else reference.model
-        scored = score(model, held.rows, reference=against, step=self._ticker)
-        right = exact_matches(model, held.rows, held.tokenizer, step=self._ticker)
+        scored = score(model, held.rows, **logits, step=self._ticker)
+        right = exact_matches(model, held.rows, scored.likeliest, held.tokenizer, step=self._ticker)
         del model
         # Models hold references to themselves; the next one comes at once.
         gc.collect()
-        return _result(label, scored, right, reference)
+        return scored, right
 
 
 def _result(
-    label: str, scored: Score, right: list[bool], reference: _Reference | None
+    label: str, scored: Score, right: list[bool], reference: _Full | None
 ) -> dict[str, Any]:
     """What was measured of one model; what does not apply is None."""
     result: dict[str, Any] = {

@@ -1,8 +1,9 @@
 """Shared by the serving tests: a tiny random family with a tokenizer, dense oracles, a server."""
 
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from transformers import (
 from soupkit.bundle import LoadedVariant, open_family, open_variant
 from soupkit.checkpoint import open_checkpoint
 from soupkit.export import export_variant
+from soupkit.quality import Reference, score
 from soupkit.serving.server import Server, build_service, make_server
 
 CHAT_TEMPLATE = (
@@ -231,4 +233,13 @@ def metrics_of(url: str) -> dict[str, float]:
         for sample in family.samples:
             if "le" not in sample.labels:
                 found[",".join([sample.name, *sample.labels.values()])] = sample.value
+    return found
+
+
+def reference_of(model: Any, rows: Sequence[Any], folder: Path) -> Reference:
+    """The logits of a model on rows, for `score`; in a new file of the folder."""
+    found = Reference(
+        Path(tempfile.mkdtemp(dir=folder)) / "logits", sum(len(row.ids) - row.start for row in rows)
+    )
+    score(model, rows, keep=found)
     return found

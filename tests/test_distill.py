@@ -14,6 +14,7 @@ import serving_kit
 import torch
 from delta_kit import dense
 from safetensors.torch import load_file, save_file
+from serving_kit import reference_of
 from torch.autograd import gradcheck
 from typer.testing import CliRunner
 
@@ -95,7 +96,8 @@ def held_out_kl(models: Path, dense_folder: Path, config: DistillConfig) -> floa
     rows = encode_rows(read_examples(models / "data.jsonl"), open_tokenizer(models / "ft"))
     _, held = split(len(rows), held_out=config.held_out, seed=config.seed)
     teacher, model = open_model(models / "ft"), open_model(dense_folder)
-    found = score(model, [rows[index] for index in held], reference=teacher).kl
+    own = [rows[index] for index in held]
+    found = score(model, own, reference=reference_of(teacher, own, models)).kl
     assert found is not None
     return found
 

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from soupkit import exact_match
 from soupkit.exact_match import SLACK_TOKENS, exact_matches
-from soupkit.quality import Example, encode
+from soupkit.quality import Example, encode, score
 
 END, SKIPPED = "</s>", "<skip>"
 
@@ -88,7 +88,8 @@ def test_it_is_what_decoding_each_row_gives(
             text = tokenizer.decode(said, skip_special_tokens=True)
             wanted.append(text.strip() == row.example.answer.strip())
         seen: list[int] = []
-        assert exact_matches(model, rows, tokenizer, step=seen.append) == wanted
+        said = score(model, rows).likeliest
+        assert exact_matches(model, rows, said, tokenizer, step=seen.append) == wanted
         assert sum(seen) == len(rows)
         rights, count = rights + sum(wanted), count + len(rows)
     assert 0.05 * count < rights < 0.95 * count
