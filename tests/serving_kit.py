@@ -189,11 +189,11 @@ def wait_for(condition: Any, what: str) -> None:
 
 @contextmanager
 def serving(
-    root: Path, *, keys: tuple[str, ...] = (), **settings: Any
+    root: Path, *, keys: tuple[str, ...] = (), admin_keys: tuple[str, ...] = (), **settings: Any
 ) -> Iterator[tuple[Server, str]]:
     """A real server on a free port, in a thread."""
     service = build_service(root / "family", **({"max_running": 8} | settings))
-    server = make_server(service, host="127.0.0.1", port=0, keys=keys)
+    server = make_server(service, host="127.0.0.1", port=0, keys=keys, admin_keys=admin_keys)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

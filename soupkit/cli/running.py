@@ -34,6 +34,9 @@ def serve(
     max_running: Annotated[int | None, typer.Option(help="Requests generated at a time.")] = None,
     max_queue: Annotated[int | None, typer.Option(help="Requests waiting before 429.")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="File with the key to ask for.")] = None,
+    admin_key_file: Annotated[
+        Path | None, typer.Option(help="File with the key to load and unload variants.")
+    ] = None,
 ) -> None:
     """Serve the base and all variants of a family over HTTP, in OpenAI's shapes.
 
@@ -54,6 +57,7 @@ def serve(
         pin=pin or (),
         max_running=max_running,
         api_key_file=api_key_file,
+        admin_key_file=admin_key_file,
         **limits,
     )
 

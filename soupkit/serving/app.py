@@ -19,15 +19,26 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from soupkit.errors import ServingError
 
+from .admin import Admin, LoadRequest, UnloadRequest
 from .answers import Answer, unavailable
+from .catalog import Unloaded
 from .metrics import CONTENT_TYPE
-from .openai import ApiError, ChatRequest, CompletionRequest, field_error, model_list
+from .openai import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    field_error,
+    model_list,
+    unknown_model,
+)
 from .prepare import chat_answer, completion_answer
 from .service import Service
 from .states import QueueFull, VariantUnavailable
 
 # Room for the longest prompts of a few contexts; parsing more would delay everyone.
 MAX_BODY_BYTES = 8 << 20
+LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+ADMIN_PATHS = frozenset({LOAD_PATH, UNLOAD_PATH})
 T = TypeVar("T")
 
 
@@ -35,8 +46,15 @@ class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
 
-def create_app(service: Service, *, keys: Sequence[str] = ()) -> FastAPI:
-    """The application over a service it starts and stops; with keys, /v1 asks for one of them."""
+def create_app(
+    service: Service, *, keys: Sequence[str] = (), admin_keys: Sequence[str] = ()
+) -> FastAPI:
+    """The application over a service it starts and stops.
+
+    Args:
+        keys: /v1 asks for one of them; everyone may ask if there is none.
+        admin_keys: loading and unloading asks for one of them; nobody may if there is none.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -48,9 +66,10 @@ def create_app(service: Service, *, keys: Sequence[str] = ()) -> FastAPI:
 
     app = FastAPI(title="soupkit", lifespan=lifespan, docs_url=None, redoc_url=None)
     _add_errors(app)
-    app.add_middleware(Gate, keys=keys)
+    app.add_middleware(Gate, keys=keys, admin_keys=admin_keys)
     _add_status(app, service)
     _add_models(app, service, created=int(time.time()))
+    _add_admin(app, Admin(service))
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -66,19 +85,20 @@ def create_app(service: Service, *, keys: Sequence[str] = ()) -> FastAPI:
 class Gate:
     """What every request passes first: a key under /v1 where keys are set, and a bounded body.
 
-    Plain ASGI, as Starlette's own base class would send every answer through one more task.
+    The routes of the administrator ask for a key of their own, and are closed without one. Plain
+    ASGI, as Starlette's own base class would send every answer through one more task.
     """
 
-    def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, *, keys: Sequence[str], admin_keys: Sequence[str]) -> None:
         self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._digests, self._admin_digests = _digests(keys), _digests(admin_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        if self._digests and scope["path"].startswith("/v1/") and not self._has_key(scope):
-            refusal = _error(ApiError(401, "a valid API key is needed", code="invalid_api_key"))
-            return await refusal(scope, receive, send)
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            return await _error(refusal)(scope, receive, send)
         num_bytes = 0
 
         async def receive_bounded() -> Message:
@@ -91,12 +111,31 @@ class Gate:
 
         return await self._app(scope, receive_bounded, send)
 
-    def _has_key(self, scope: Scope) -> bool:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = hashlib.sha256(key.encode()).digest()
-        # All are compared, so that the time tells nothing about which one fits.
-        fits = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return scheme.lower() == "bearer" and any(fits)
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        """Why a request may not pass, if it may not."""
+        if scope["path"] in ADMIN_PATHS:
+            if not self._admin_digests:
+                message = "this server takes no changes; start it with --admin-key-file"
+                return ApiError(403, message, code="admin_disabled")
+            if not _has_key(scope, self._admin_digests):
+                return ApiError(401, "the admin key is needed", code="invalid_api_key")
+            return None
+        asks = self._digests and scope["path"].startswith("/v1/")
+        if asks and not _has_key(scope, self._digests):
+            return ApiError(401, "a valid API key is needed", code="invalid_api_key")
+        return None
+
+
+def _digests(keys: Sequence[str]) -> list[bytes]:
+    return [hashlib.sha256(key.encode()).digest() for key in keys]
+
+
+def _has_key(scope: Scope, digests: list[bytes]) -> bool:
+    scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+    # Digests are of one length, and all are compared: the time tells nothing about a key.
+    given = hashlib.sha256(key.encode()).digest()
+    fits = [hmac.compare_digest(given, digest) for digest in digests]
+    return scheme.lower() == "bearer" and any(fits)
 
 
 def _add_status(app: FastAPI, service: Service) -> None:
@@ -121,12 +160,22 @@ def _add_models(app: FastAPI, service: Service, *, created: int) -> None:
 
     @app.get("/v1/models/{model}")
     async def model(model: str) -> Any:
-        listed = model_list(service.names(), created=created)["data"]
+        names = service.names()
+        listed = model_list(names, created=created)["data"]
         found = next((entry for entry in listed if entry["id"] == model), None)
         if found is None:
-            message = f"the model {model!r} does not exist"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise unknown_model(model, names, hidden=service.catalog.is_hidden(model))
         return found
+
+
+def _add_admin(app: FastAPI, admin: Admin) -> None:
+    @app.post(LOAD_PATH)
+    async def load(body: LoadRequest, request: Request) -> dict[str, Any]:
+        return await _while_connected(request, admin.load(body))
+
+    @app.post(UNLOAD_PATH)
+    async def unload(body: UnloadRequest) -> dict[str, Any]:
+        return await admin.unload(body)
 
 
 async def _respond(
@@ -223,6 +272,8 @@ def _as_api_error(error: Exception) -> ApiError:
         return ApiError(429, str(error), code="queue_full", retry_seconds=1)
     if isinstance(error, VariantUnavailable):
         return unavailable(error)
+    if isinstance(error, Unloaded):
+        return ApiError(404, str(error), param="model", code="model_not_found")
     return ApiError(503, str(error), code="unavailable")
 
 

@@ -2,16 +2,21 @@
 
 family.json is looked at whenever names are asked for and read again when its stamp changed, so a
 variant that was just exported appears without a restart. If it turns unreadable the last good
-reading stands.
+reading stands. A hidden name is as good as absent until it is shown again; nothing on disk says so,
+so a restart shows all.
 """
 
 import logging
 from pathlib import Path
 
 from soupkit.bundle import Family, LoadedVariant, VariantRef, open_family, open_variant
-from soupkit.errors import BundleError
+from soupkit.errors import BundleError, ServingError
 
 logger = logging.getLogger(__name__)
+
+
+class Unloaded(ServingError):
+    """A variant was unloaded between a request's arrival and its turn."""
 
 
 class Catalog:
@@ -22,10 +27,24 @@ class Catalog:
         self.family: Family = open_family(path)
         self._stamp = self._read_stamp()
         self._complained = False
+        self._hidden: set[str] = set()
 
     @property
     def variants(self) -> dict[str, VariantRef]:
-        return dict(self.family.variants)
+        """The variants that are served, by name."""
+        found = self.family.variants.items()
+        return {name: ref for name, ref in found if name not in self._hidden}
+
+    def is_hidden(self, name: str) -> bool:
+        """Whether the family has a variant of that name that is not served."""
+        return name in self._hidden and name in self.family.variants
+
+    def hide(self, name: str) -> None:
+        """Serves the name no more, whatever version of it is exported, until `show`."""
+        self._hidden.add(name)
+
+    def show(self, name: str) -> None:
+        self._hidden.discard(name)
 
     def refresh(self) -> bool:
         """Reads family.json again if it changed; True if names or digests are others now."""
@@ -35,16 +54,19 @@ class Catalog:
         try:
             family = open_family(self.path)
         except BundleError as error:
-            if not self._complained:
-                logger.warning("family.json cannot be read, serving what it said before: %s", error)
-            self._complained = True
-            return False
+            return self._complain(f"family.json cannot be read, serving what it said: {error}")
         if family.base.fingerprint != self.family.base.fingerprint:
-            logger.warning("family.json names another base now; restart the server to serve it")
-            return False
+            return self._complain("family.json names another base now; restart to serve it")
         changed = family.variants != self.family.variants
         self.family, self._stamp, self._complained = family, stamp, False
         return changed
+
+    def _complain(self, message: str) -> bool:
+        """Says once what is wrong with family.json; nothing changes."""
+        if not self._complained:
+            logger.warning("%s", message)
+        self._complained = True
+        return False
 
     def load(self, ref: VariantRef) -> LoadedVariant:
         """Reads and checks a variant. Raises BundleError, also where another has its name now."""

@@ -54,19 +54,19 @@ class ApiError(Exception):
         return {"error": message}
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     """A JSON object of a request: no unknown fields, no guessing of types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """What a streaming client asks for beside the text."""
 
     include_usage: bool = False
 
 
-class _Request(_Body):
+class _Request(Body):
     """What both kinds of completion share."""
 
     model: Text
@@ -168,14 +168,14 @@ class CompletionRequest(_Request):
         return {"suffix": (None, ""), "best_of": (None, self.num_choices)}
 
 
-class TextPart(_Body):
+class TextPart(Body):
     """A part of a message's content; text is the only kind."""
 
     type: Literal["text"]
     text: Text
 
 
-class Message(_Body):
+class Message(Body):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -255,6 +255,13 @@ def _path(error: dict[str, Any]) -> str:
     """Where in a body an error is, as in messages.0.role; without pydantic's names of the forms."""
     parts = [str(part) for part in error["loc"][1:]]
     return ".".join(part for part in parts if "[" not in part)
+
+
+def unknown_model(name: str, names: list[str], *, hidden: bool = False) -> ApiError:
+    """The 404 of a model id that is none of `names`, or was unloaded."""
+    why = "was unloaded; an administrator can load it again" if hidden else "does not exist"
+    message = f"the model {name!r} {why}; there are {', '.join(names)}"
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def model_list(names: list[str], *, created: int) -> dict[str, Any]:

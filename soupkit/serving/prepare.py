@@ -1,17 +1,20 @@
 """Checked request bodies -> generations ready to submit: prompts to tokens, limits, settings."""
 
 import asyncio
+import logging
 from typing import Any
 
 from soupkit.bundle import VariantRef
-from soupkit.errors import SoupkitError
+from soupkit.errors import ServingError, SoupkitError
 
 from .answers import Answer, Choice
 from .jobs import Generation, Job
-from .openai import MAX_CHOICES, ApiError, ChatRequest, CompletionRequest
+from .openai import MAX_CHOICES, ApiError, ChatRequest, CompletionRequest, unknown_model
 from .pretrained import TextSetup
 from .service import Service
 from .states import BASE_DIGEST
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -120,12 +123,14 @@ async def _model(service: Service, name: str) -> tuple[VariantRef | None, TextSe
     try:
         ref = service.resolve(name)
     except KeyError:
-        message = f"the model {name!r} does not exist; there are {', '.join(service.names())}"
-        raise ApiError(404, message, param="model", code="model_not_found") from None
+        raise unknown_model(name, service.names(), hidden=service.catalog.is_hidden(name)) from None
     try:
         return ref, await service.texts.of(ref)
     except (SoupkitError, OSError, ValueError) as error:
-        message = f"variant {name!r} cannot be served: {error}"
+        logger.warning("variant %r cannot be served: %s", name, error)
+        # transformers says what is wrong with a file of text by ValueError.
+        told = ServingError(str(error)) if isinstance(error, ValueError) else error
+        message = f"variant {name!r} cannot be served: {service.reasons.of(told)}"
         raise ApiError(503, message, code="variant_unavailable") from error
 
 

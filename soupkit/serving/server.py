@@ -56,10 +56,17 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def make_server(service: Service, *, host: str, port: int, keys: Sequence[str] = ()) -> Server:
-    """A server for `service` that is not running yet; without keys anyone may ask."""
+def make_server(
+    service: Service,
+    *,
+    host: str,
+    port: int,
+    keys: Sequence[str] = (),
+    admin_keys: Sequence[str] = (),
+) -> Server:
+    """A server for `service` that is not running yet; keys as in `create_app`."""
     config = uvicorn.Config(
-        create_app(service, keys=keys),
+        create_app(service, keys=keys, admin_keys=admin_keys),
         host=host,
         port=port,
         log_level="warning",
@@ -134,14 +141,18 @@ def _dtype(dtype: torch.dtype | str | None, default: torch.dtype) -> torch.dtype
     return found
 
 
-def _read_keys(path: Path) -> list[str]:
-    """The keys of a file, one a line."""
+def _read_keys(option: str, path: str | Path | None) -> list[str]:
+    """The keys of a file, one a line; none without a file."""
+    if path is None:
+        return []
     try:
-        keys = path.read_text("ascii").split()
+        keys = Path(path).read_text("ascii").split()
     except UnicodeDecodeError:
-        raise ValueError(f"api_key_file={str(path)!r} is no ASCII text; write keys only") from None
+        raise ValueError(f"{option}={str(path)!r} is no ASCII text; write keys only") from None
+    except OSError as error:
+        raise ValueError(f"{option}={str(path)!r} cannot be read: {error.strerror}") from None
     if not keys:
-        raise ValueError(f"api_key_file={str(path)!r} holds no key; write one a line")
+        raise ValueError(f"{option}={str(path)!r} holds no key; write one a line")
     return keys
 
 
@@ -173,6 +184,7 @@ def run(
     max_running: int | None = None,
     max_queue: int = DEFAULT_MAX_QUEUE,
     api_key_file: str | Path | None = None,
+    admin_key_file: str | Path | None = None,
 ) -> None:
     """Serves a family over HTTP until SIGTERM or SIGINT, then lets open requests end.
 
@@ -189,12 +201,16 @@ def run(
         max_running: sequences in one batch; 16 on CPUs, 128 on GPUs by default.
         max_queue: requests that may wait beyond those that run; more get 429.
         api_key_file: file with one key a line; without it everyone who reaches the port may ask.
+        admin_key_file: likewise, for loading and unloading; without it nobody may.
 
     Raises:
         SoupkitError: the family, the base or a pinned name cannot be served.
         ValueError: an argument.
     """
-    keys = [] if api_key_file is None else _read_keys(Path(api_key_file))
+    keys = _read_keys("api_key_file", api_key_file)
+    admin_keys = _read_keys("admin_key_file", admin_key_file)
+    if set(keys) & set(admin_keys):
+        raise ValueError("a key is in api_key_file and in admin_key_file; give admins another one")
     _check_address(host, port)
     service = build_service(
         family,
@@ -208,4 +224,4 @@ def run(
     )
     # uvicorn raises the signal again once it has stopped; a person who stops it needs no trace.
     with suppress(KeyboardInterrupt):
-        make_server(service, host=host, port=port, keys=keys).run()
+        make_server(service, host=host, port=port, keys=keys, admin_keys=admin_keys).run()

@@ -18,17 +18,20 @@ from typing import Any
 from soupkit.bundle import LoadedVariant, VariantRef
 from soupkit.checkpoint import Checkpoint
 from soupkit.config import BASE_NAME
-from soupkit.errors import ServingError, SoupkitError
+from soupkit.errors import ServingError
 
 from .cache import DeltaCache, Evicted
-from .catalog import Catalog
+from .catalog import Catalog, Unloaded
 from .engine import Engine
 from .jobs import End, Generation, Scored
 from .metrics import Metrics
 from .patches import BASE_SLOT
+from .policy import Rates, RateWeighted
 from .pretrained import Texts
+from .reasons import Reasons
 from .router import Router
 from .sampling import Token
+from .shape import SlotShape
 from .states import BASE_DIGEST, Limits, Phase, Ticket
 
 logger = logging.getLogger(__name__)
@@ -46,18 +49,24 @@ class Service:
         engine: Engine,
         *,
         cache_bytes: int,
+        host_bytes: int = 0,
         limits: Limits,
         pin: tuple[str, ...] = (),
     ) -> None:
         self.catalog, self.engine = catalog, engine
         self._folder_name = Path(base.source).name
         self.metrics = Metrics()
-        self.router = Router(DeltaCache(cache_bytes), self, clock=time.monotonic, limits=limits)
+        policy = RateWeighted(Rates(time.monotonic))
+        cache = DeltaCache(cache_bytes, policy, host_bytes=host_bytes)
+        self.router = Router(cache, self, clock=time.monotonic, limits=limits)
         self.draining = False
         self.texts = Texts(catalog, base)
-        self._pin = pin
+        self.reasons = Reasons((catalog.path, base.source, base.path))
+        self.pinned = set(pin)  # names; `follow_family` after a change
+        self._open: set[Generation] = set()
         self._refs: dict[str, VariantRef] = {}  # digest -> a variant that has it
-        self._loaded: dict[str, LoadedVariant] = {}  # between load and install
+        self._loaded: dict[str, LoadedVariant] = {}  # from load to drop
+        self._shape = self._reserved = SlotShape()  # of a slot: asked for, and in place
         self._began: dict[str, float] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticker: asyncio.Task[None] | None = None
@@ -68,7 +77,7 @@ class Service:
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.engine.start()
-        self._follow_family()
+        self.follow_family()
         self._ticker = asyncio.create_task(self._tick())
 
     async def stop(self) -> None:
@@ -108,7 +117,7 @@ class Service:
         metrics, cache = self.metrics, self.router.cache
         metrics.resident.clear()
         for name, ref in self.catalog.variants.items():
-            held = cache.num_bytes(ref.digest) if ref.digest in cache else 0
+            held = cache.slot_bytes if ref.digest in cache else 0
             metrics.resident.labels(name).set(held)
         metrics.used_bytes.set(cache.used_bytes)
         metrics.budget_bytes.set(cache.budget_bytes)
@@ -120,12 +129,8 @@ class Service:
 
     def submit(self, generations: list[Generation]) -> None:
         """Starts requests, all or none. Raises QueueFull, VariantUnavailable, ServingError."""
-        if not self.ready:
-            raise ServingError(
-                "the server is stopping" if self.draining else "the engine has stopped"
-            )
         resident = [self.router.phase(g.digest) is Phase.RESIDENT for g in generations]
-        self.router.submit(generations)
+        self.enter(generations)
         for generation, hit in zip(generations, resident, strict=True):
             self.metrics.requests.labels(self._label(generation)).inc()
             self.metrics.prompt_tokens.labels(self._label(generation)).inc(
@@ -134,15 +139,48 @@ class Service:
             if generation.digest != BASE_DIGEST:
                 (self.metrics.hits if hit else self.metrics.misses).inc()
 
+    def enter(self, generations: list[Generation]) -> None:
+        """As `submit`, but not counted as requests of clients."""
+        if not self.ready:
+            raise ServingError(
+                "the server is stopping" if self.draining else "the engine has stopped"
+            )
+        for generation in generations:
+            # It was resolved before its prompt was encoded, and this is the last look.
+            if self.catalog.is_hidden(generation.model):
+                raise Unloaded(f"the model {generation.model!r} was unloaded")
+        self._open.update(generations)
+        try:
+            self.router.submit(generations)
+        except ServingError:
+            self._open.difference_update(generations)
+            raise
+
+    def held_bytes(self, digest: str) -> dict[str, int]:
+        """Bytes a variant holds, by tier."""
+        cache = self.router.cache
+        device_bytes = cache.slot_bytes if digest in cache else 0
+        return {"device": device_bytes, "host": cache.hosted_bytes(digest)}
+
     def cancel(self, generation: Generation) -> None:
         """The client is gone: nothing more is computed for it."""
         if generation.over or generation.cancelled:
             return
         generation.cancelled = True
         if self.router.cancel(generation):
-            generation.over = True
+            self._close(generation)
         elif generation.engine_key is not None:
             self.engine.cancel(generation.engine_key)
+
+    def open_of(self, digest: str) -> list[Generation]:
+        """The requests for a variant that are not over, waiting or running."""
+        return [generation for generation in self._open if generation.digest == digest]
+
+    def abort(self, generation: Generation, error: ServingError) -> None:
+        """Ends a request early; its client is told why."""
+        if not generation.over and not generation.cancelled:
+            generation.events.put_nowait(error)
+            self.cancel(generation)
 
     # The router's Driver. It must not call back, so results come through the event loop.
 
@@ -159,11 +197,12 @@ class Service:
         self._run(self._loaders, work, partial(self._after_load, digest))
 
     def drop(self, digest: str) -> None:
-        del self._loaded[digest], self._began[digest]
-        self.metrics.load_failures.inc()
+        del self._loaded[digest]
+        self._began.pop(digest, None)
 
     def install(self, digest: str, slot: int, evicted: list[Evicted]) -> None:
-        loaded = self._loaded.pop(digest)
+        loaded = self._loaded[digest]
+        self._began.setdefault(digest, time.monotonic())
         self.metrics.evictions.inc(len(evicted))
 
         def work() -> None:
@@ -177,6 +216,20 @@ class Service:
         self.metrics.evictions.inc()
         self._run(self._installer, partial(self.engine.free, evicted.slot), self._after_evict)
 
+    def grow(self, num_slots: int, slot_bytes: int) -> None:
+        shape = self._shape
+        assert shape.nbytes == slot_bytes
+
+        def work() -> SlotShape:
+            self.engine.reserve(num_slots, shape)
+            return shape
+
+        self._run(self._installer, work, self._after_grow)
+
+    def halt(self, ticket: Ticket, error: ServingError) -> None:
+        assert isinstance(ticket, Generation)
+        self._the_loop.call_soon(self.abort, ticket, error)
+
     def run(self, ticket: Ticket, slot: int | None) -> None:
         assert isinstance(ticket, Generation)
         slot = BASE_SLOT if slot is None else slot
@@ -188,7 +241,7 @@ class Service:
 
     def fail(self, ticket: Ticket, error: ServingError) -> None:
         assert isinstance(ticket, Generation)
-        ticket.over = True
+        self._close(ticket)
         ticket.events.put_nowait(error)
 
     def _score(self, generation: Generation, slot: int) -> list[Token]:
@@ -229,16 +282,20 @@ class Service:
 
     def _end(self, generation: Generation, event: End | ServingError) -> None:
         if not generation.over:
-            generation.over = True
+            self._close(generation)
             generation.events.put_nowait(event)
             self.router.finished(generation)
+
+    def _close(self, generation: Generation) -> None:
+        generation.over = True
+        self._open.discard(generation)
 
     def _after_score(
         self, generation: Generation, slot: int, scored: "asyncio.Future[list[Token]]"
     ) -> None:
         error = scored.exception()
         if error is not None:
-            return self._end(generation, ServingError(_reason(error)))
+            return self._end(generation, ServingError(self.reasons.of(error)))
         generation.events.put_nowait(Scored(scored.result()))
         self._begin(generation, slot)
 
@@ -248,8 +305,11 @@ class Service:
             del self._began[digest]
             self._load_failed(digest, error)
             return
-        self._loaded[digest] = loaded.result()
-        self.router.loaded(digest, loaded.result().nbytes)
+        variant = self._loaded[digest] = loaded.result()
+        shape = self._shape.merged(self.engine.slot_shape([variant.manifest]))
+        if shape.nbytes <= self.router.cache.budget_bytes:
+            self._shape = shape
+        self.router.loaded(digest, variant.nbytes, slot_bytes=shape.nbytes)
 
     def _after_install(self, digest: str, installed: "asyncio.Future[None]") -> None:
         seconds = time.monotonic() - self._began.pop(digest)
@@ -261,6 +321,15 @@ class Service:
         self.metrics.load_seconds.observe(seconds)
         self.router.installed(digest)
 
+    def _after_grow(self, reserved: "asyncio.Future[SlotShape]") -> None:
+        error = reserved.exception()
+        if error is None:
+            self._reserved = reserved.result()
+            self.router.grown()
+            return
+        self._shape = self._reserved
+        self.router.grow_failed(f"no room for larger slots: {self.reasons.of(error)}")
+
     def _after_evict(self, evicted: "asyncio.Future[None]") -> None:
         error = evicted.exception()
         if error is not None:
@@ -269,8 +338,8 @@ class Service:
     def _load_failed(self, digest: str, error: BaseException) -> None:
         self.metrics.load_failures.inc()
         name = self._refs[digest].name
-        reason = _reason(error)
-        logger.warning("variant %r cannot be loaded: %s", name, reason)
+        logger.warning("variant %r cannot be loaded: %s", name, error)
+        reason = self.reasons.of(error)
         self.router.load_failed(digest, f"variant {name!r} cannot be loaded: {reason}")
 
     def _run(
@@ -287,13 +356,14 @@ class Service:
 
     def _refresh(self) -> None:
         if self.catalog.refresh():
-            self._follow_family()
+            self.follow_family()
 
-    def _follow_family(self) -> None:
+    def follow_family(self) -> None:
+        """Tells the router which variants are served and pinned now."""
         variants = self.catalog.variants
         # Digests that left keep their last name, for the messages of loads still under way.
         self._refs |= {ref.digest: ref for ref in variants.values()}
-        pinned = {variants[name].digest for name in self._pin if name in variants}
+        pinned = [variants[name].digest for name in sorted(self.pinned) if name in variants]
         self.router.set_family((ref.digest for ref in variants.values()), pinned)
 
     async def _tick(self) -> None:
@@ -310,11 +380,3 @@ class Service:
     def _the_loop(self) -> asyncio.AbstractEventLoop:
         assert self._loop is not None, "start the service first"
         return self._loop
-
-
-def _reason(error: BaseException) -> str:
-    """What a client is told; a fault of ours goes to the log with its trace, here by type only."""
-    if isinstance(error, SoupkitError):
-        return str(error)
-    logger.error("unexpected", exc_info=error)
-    return f"internal error ({type(error).__name__})"

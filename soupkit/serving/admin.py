@@ -1,0 +1,200 @@
+"""What an administrator does to a server that runs: a variant made resident, or let go.
+
+The routes and fields are vLLM's, `lora_name` being a variant of the family. Letting go hides the
+name at once, so that new requests get 404; those that are open may end until the deadline and are
+told why if they do not; then every tier is free of it. Nothing of this is on disk: family.json is
+the registry, and a restart serves all of it again.
+"""
+
+import asyncio
+import os
+import time
+from collections import defaultdict
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from soupkit.bundle import VariantRef
+from soupkit.errors import ServingError
+
+from .jobs import End, Generation, Job
+from .openai import ApiError, Body, Text, unknown_model
+from .sampling import Sampling
+from .service import Service
+from .states import Phase
+
+DEFAULT_DEADLINE_SECONDS = 30.0
+# After the deadline only the engine's current step and a read from the disk are still to end.
+LAST_SECONDS = 30.0
+_LOOK_SECONDS = 0.01
+
+
+class LoadRequest(Body):
+    """Body of POST /v1/load_lora_adapter."""
+
+    lora_name: Annotated[Text, Field(description="A variant of the family.")]
+    lora_path: Annotated[
+        Text | None,
+        Field(description="Its folder, as in variants/NAME; no other path is taken."),
+    ] = None
+    pinned: Annotated[
+        bool | None, Field(description="Whether it may be evicted; left as it is by default.")
+    ] = None
+
+
+class UnloadRequest(Body):
+    """Body of POST /v1/unload_lora_adapter."""
+
+    lora_name: Annotated[Text, Field(description="A variant of the family.")]
+    deadline_seconds: Annotated[
+        float,
+        Field(ge=0, le=3600, description="How long open requests may go on; then they are ended."),
+    ] = DEFAULT_DEADLINE_SECONDS
+
+
+class Admin:
+    """Loads and unloads variants of a service, one change of a name at a time."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def load(self, body: LoadRequest) -> dict[str, Any]:
+        """Makes a variant resident, and visible if it was unloaded.
+
+        Raises:
+            ApiError: no such variant, a path that is not its folder.
+            ServingError: it cannot be loaded now.
+        """
+        service, name = self._service, body.lora_name
+        ref = self._ref(name)
+        self._check_path(ref, body.lora_path)
+        async with self._turns[name]:
+            began, was_hidden = time.monotonic(), service.catalog.is_hidden(name)
+            service.catalog.show(name)
+            service.follow_family()
+            try:
+                await self._make_resident(ref)
+                if body.pinned is not None:
+                    self._pin(name, body.pinned)
+            except BaseException:
+                if was_hidden:
+                    self._hide(name)
+                raise
+            return {
+                "object": "variant",
+                "id": name,
+                "digest": ref.digest,
+                "phase": service.router.phase(ref.digest).value,
+                "pinned": name in service.pinned,
+                "bytes": service.held_bytes(ref.digest),
+                "seconds": round(time.monotonic() - began, 6),
+            }
+
+    async def unload(self, body: UnloadRequest) -> dict[str, Any]:
+        """Hides a variant, waits for its open requests, frees its memory.
+
+        Raises:
+            ApiError: no such variant, or it still cannot go long after the deadline.
+        """
+        service, name = self._service, body.lora_name
+        ref = self._ref(name)
+        async with self._turns[name]:
+            if service.catalog.is_hidden(name):
+                raise unknown_model(name, service.names(), hidden=True)
+            began, held = time.monotonic(), service.held_bytes(ref.digest)
+            others = [
+                other
+                for other, twin in service.catalog.variants.items()
+                if twin.digest == ref.digest and other != name
+            ]
+            self._hide(name)
+            ended = await self._drain(ref, name, shared=bool(others), seconds=body.deadline_seconds)
+            left = service.held_bytes(ref.digest)
+            return {
+                "object": "variant.unloaded",
+                "id": name,
+                "digest": ref.digest,
+                "freed_bytes": {tier: held[tier] - left[tier] for tier in held},
+                "shared_with": others,
+                "requests_ended": ended,
+                "seconds": round(time.monotonic() - began, 6),
+            }
+
+    def _ref(self, name: str) -> VariantRef:
+        names = self._service.names()
+        if name == names[0]:
+            raise ApiError(
+                400, f"lora_name: {name!r} is the base, which stays loaded", param="lora_name"
+            )
+        try:
+            return self._service.catalog.family.variants[name]
+        except KeyError:
+            error = unknown_model(name, names)
+            error.param = "lora_name"
+            raise error from None
+
+    def _check_path(self, ref: VariantRef, given: str | None) -> None:
+        """Compares texts only: a path of a request is never looked up."""
+        if given is None:
+            return
+        family = self._service.catalog.family
+        folders = {
+            ref.path,
+            os.path.abspath(family.path / ref.path),
+            os.path.join(os.path.realpath(family.path), ref.path),
+        }
+        if os.path.normpath(given) not in folders:
+            message = f"lora_path: not the folder of {ref.name!r}; leave it out or say {ref.path}"
+            raise ApiError(400, message, param="lora_path")
+
+    async def _make_resident(self, ref: VariantRef) -> None:
+        """By a request that asks for no token: it waits, fails and is bounded like any other."""
+        service = self._service
+        generation = Generation(
+            digest=ref.digest,
+            model=ref.name,
+            job=Job((), 0, frozenset(), Sampling()),
+            score_prompt=False,
+        )
+        service.enter([generation])
+        try:
+            event = await generation.events.get()
+        finally:
+            service.cancel(generation)
+        if not isinstance(event, End):
+            assert isinstance(event, ServingError)
+            raise event
+
+    def _pin(self, name: str, pinned: bool) -> None:
+        (self._service.pinned.add if pinned else self._service.pinned.discard)(name)
+        self._service.follow_family()
+
+    def _hide(self, name: str) -> None:
+        self._service.catalog.hide(name)
+        self._service.pinned.discard(name)
+        self._service.follow_family()
+
+    async def _drain(self, ref: VariantRef, name: str, *, shared: bool, seconds: float) -> int:
+        """Waits until nobody uses the name and nothing holds it; how many requests were ended."""
+        service, began, ended = self._service, time.monotonic(), 0
+
+        def mine() -> list[Generation]:
+            return [one for one in service.open_of(ref.digest) if one.model == name]
+
+        while mine() or not (shared or service.router.phase(ref.digest) in _GONE):
+            past = time.monotonic() - began
+            if past >= seconds:
+                for generation in mine():
+                    ended += not generation.cancelled
+                    error = ServingError(f"the model {name!r} was unloaded before this was done")
+                    service.abort(generation, error)
+            if past >= seconds + LAST_SECONDS:
+                message = f"{name!r} is hidden, but still in use; its memory is freed at its end"
+                raise ApiError(503, message, code="unload_pending")
+            await asyncio.sleep(_LOOK_SECONDS)
+            service.router.tick()
+        return ended
+
+
+_GONE = (Phase.DISK, Phase.FAILED)
