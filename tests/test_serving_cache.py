@@ -1,85 +1,11 @@
-"""Cache and router: no request lost, doubled or crossed; budgets hold; loads are single-flight."""
-
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
+"""Cache and policies: budgets of both tiers, who goes first, pins; rows of serving.md section 2."""
 
 import pytest
-from hypothesis import settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from soupkit.errors import ServingError
-from soupkit.serving.cache import DeltaCache, Evicted
-from soupkit.serving.router import Router
-from soupkit.serving.states import (
-    BASE_DIGEST,
-    Limits,
-    Phase,
-    QueueFull,
-    Ticket,
-    VariantUnavailable,
-)
-
-SIZES = {"a": 30, "b": 40, "c": 50, "d": 60, "e": 100, "f": 140}
-BUDGET = 130
-LIMITS = Limits(max_running=3, max_queue=6, max_loads=2, starve_seconds=2.0)
-
-
-@dataclass
-class Fake:
-    """The driver of the tests: notes what it is told and answers when the test says so."""
-
-    loading: list[str] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
-    installing: list[tuple[str, int]] = field(default_factory=list)
-    running: list[tuple[Ticket, int | None]] = field(default_factory=list)
-    failed: list[tuple[Ticket, ServingError]] = field(default_factory=list)
-    holds: dict[int, str] = field(default_factory=dict)  # slot -> digest, as an engine would
-    num_loads: Counter[str] = field(default_factory=Counter)
-    last: dict[str, int] = field(default_factory=dict)  # digest -> number of the latest that ran
-
-    def load(self, digest: str) -> None:
-        assert digest not in self.loading, "two loads of one variant"
-        self.loading.append(digest)
-        self.num_loads[digest] += 1
-
-    def drop(self, digest: str) -> None:
-        assert digest not in self.loading
-        self.dropped.append(digest)
-
-    def install(self, digest: str, slot: int, evicted: list[Evicted]) -> None:
-        for gone in evicted:
-            self.evict(gone)
-        assert slot not in self.holds, "a slot was overwritten"
-        self.holds[slot] = digest
-        self.installing.append((digest, slot))
-
-    def evict(self, evicted: Evicted) -> None:
-        assert not [t for t, slot in self.running if slot == evicted.slot], "evicted while in use"
-        assert self.holds.pop(evicted.slot) == evicted.digest
-
-    def run(self, ticket: Ticket, slot: int | None) -> None:
-        if isinstance(ticket, Numbered):
-            assert ticket.number > self.last.get(ticket.digest, -1), "order within a variant"
-            self.last[ticket.digest] = ticket.number
-        if ticket.digest == BASE_DIGEST:
-            assert slot is None
-        else:
-            assert slot is not None
-            assert self.holds[slot] == ticket.digest, "answered by another variant"
-            assert ticket.digest not in [d for d, _ in self.installing], "ran before it was there"
-        self.running.append((ticket, slot))
-
-    def fail(self, ticket: Ticket, error: ServingError) -> None:
-        self.failed.append((ticket, error))
-
-
-@dataclass(slots=True, eq=False)
-class Numbered(Ticket):
-    """A request that knows its place in the order of arrival."""
-
-    number: int = 0
+from soupkit.serving.cache import Costs, DeltaCache
+from soupkit.serving.policy import LFU, LRU, Policy, Rates, RateWeighted, choose_pins
 
 
 class Clock:
@@ -89,317 +15,157 @@ class Clock:
         return self.now
 
 
-def make(budget: int = BUDGET, limits: Limits = LIMITS) -> tuple[Router, Fake, Clock]:
-    fake, clock = Fake(), Clock()
-    router = Router(DeltaCache(budget), fake, clock=clock, limits=limits)
-    router.set_family(SIZES)
-    return router, fake, clock
+def filled(policy: Policy, *, budget: int = 30, host_bytes: int = 0) -> DeltaCache:
+    """Three slots of 10 bytes, with a, b and c in them."""
+    cache = DeltaCache(budget, policy, host_bytes=host_bytes)
+    cache.plan_growth(10)
+    cache.grow(10)
+    for digest in "abc":
+        policy.touch(digest)
+        cache.note_costs(digest, Costs(load_seconds=1.0, install_seconds=0.1))
+        assert cache.admit(digest) == ("abc".index(digest), [])
+    return cache
 
 
-def arrive(router: Router, fake: Fake, digest: str) -> None:
-    """A load and the install that follows."""
-    fake.loading.remove(digest)
-    router.loaded(digest, SIZES[digest])
-    settle(router, fake)
+def test_row_30_the_budget_counts_bytes_not_variants() -> None:
+    cache = filled(LRU(), budget=39)
+    assert (cache.num_slots, cache.used_bytes) == (3, 30)
+    slot, gone = cache.admit("d")
+    assert cache.used_bytes == 30 <= cache.budget_bytes
+    assert [(e.digest, e.slot) for e in gone] == [("a", 0)]
+    assert slot == 0
 
 
-def settle(router: Router, fake: Fake) -> None:
-    while fake.installing:
-        digest, _ = fake.installing.pop(0)
-        router.installed(digest)
+def test_r4_one_in_use_never_goes_whatever_its_value() -> None:
+    cache = filled(LRU())
+    assert cache.acquire("a") == 0
+    assert [e.digest for e in cache.admit("d")[1]] == ["b"]
+    cache.acquire("c")
+    cache.acquire("d")
+    assert not cache.has_room()
+    with pytest.raises(ValueError, match="all 3 slots are used or pinned"):
+        cache.admit("e")
+    cache.release("a")
+    assert [e.digest for e in cache.admit("e")[1]] == ["a"]
 
 
-def finish(router: Router, fake: Fake, ticket: Ticket) -> None:
-    fake.running = [(t, slot) for t, slot in fake.running if t is not ticket]
-    router.finished(ticket)
+def test_r8_row_20_pins_stay_and_one_slot_always_floats() -> None:
+    cache = filled(LRU())
+    cache.pin(["a", "b", "c", "d"])
+    assert cache.pinned == ("a", "b")
+    for digest in ("d", "e", "c"):
+        assert cache.admit(digest)[0] == 2
+    cache.pin(["c"])
+    assert cache.admit("d")[1][0].digest == "a"
+    cache.policy.touch("d")
+    assert cache.admit("e")[1][0].digest == "b"
 
 
-def test_a_burst_of_misses_makes_one_load_and_runs_in_order() -> None:
-    router, fake, _ = make()
-    tickets = [Ticket("a") for _ in range(5)]
-    for ticket in tickets:
-        router.submit([ticket])
-    assert fake.loading == ["a"]
-    arrive(router, fake, "a")
-    assert [t for t, _ in fake.running] == tickets[:3]
-    for ticket in tickets[:3]:
-        finish(router, fake, ticket)
-    assert [t for t, _ in fake.running] == tickets[3:]
-    assert fake.num_loads["a"] == 1
+def test_what_waits_least_when_it_is_gone_goes_first() -> None:
+    clock = Clock()
+    cache = filled(RateWeighted(Rates(clock)))
+    for _ in range(3):
+        cache.policy.touch("a")
+    cache.note_costs("b", Costs(load_seconds=9.0, install_seconds=0.1))
+    # c: asked for once and quick to read; b: once, slow to read; a: four times.
+    assert [e.digest for e in cache.admit("d")[1]] == ["c"]
+    cache.policy.touch("d")
+    cache.note_costs("d", Costs(load_seconds=5.0, install_seconds=0.1))
+    assert [e.digest for e in cache.admit("e")[1]] == ["a"]
 
 
-def test_a_slow_load_delays_no_other_variant() -> None:
-    router, fake, _ = make()
-    slow, quick, base = Ticket("a"), Ticket("b"), Ticket(BASE_DIGEST)
-    for ticket in (slow, quick, base):
-        router.submit([ticket])
-    assert fake.loading == ["a", "b"]
-    arrive(router, fake, "b")
-    assert [t for t, _ in fake.running] == [base, quick]
-    assert router.phase("a") is Phase.LOADING
+def test_one_that_host_memory_keeps_is_cheap_to_bring_back() -> None:
+    cache = filled(RateWeighted(Rates(Clock())), host_bytes=10)
+    cache.policy.touch("b")
+    assert cache.host("b", 10, busy=()) == []
+    assert [e.digest for e in cache.admit("d")[1]] == ["b"], "0.1 s twice is less than 1.1 s once"
 
 
-def test_a_failed_load_fails_its_waiters_only_and_backs_off() -> None:
-    router, fake, clock = make()
-    doomed, fine = [Ticket("a"), Ticket("a")], Ticket("b")
-    router.submit([*doomed, fine])
-    fake.loading.remove("a")
-    router.load_failed("a", "the file is gone")
-    assert [t for t, _ in fake.failed] == doomed
-    with pytest.raises(VariantUnavailable, match="the file is gone") as caught:
-        router.submit([Ticket("a")])
-    assert caught.value.retry_seconds == 1.0
-    clock.now += 1.0
-    router.submit([Ticket("a")])
-    fake.loading.remove("a")
-    router.load_failed("a", "still gone")
-    clock.now += 1.5
-    with pytest.raises(VariantUnavailable):
-        router.submit([Ticket("a")])
-    clock.now += 0.5
-    router.submit([Ticket("a")])
-    arrive(router, fake, "b")
-    arrive(router, fake, "a")
-    assert len(fake.running) == 2
+def test_the_host_tier_holds_exact_bytes_and_lets_the_least_valued_go() -> None:
+    policy = LRU()
+    cache = DeltaCache(10, policy, host_bytes=100)
+    for digest, size in [("a", 30), ("b", 50), ("c", 20)]:
+        policy.touch(digest)
+        assert cache.host(digest, size, busy=()) == []
+    assert cache.host_used_bytes == 100
+    assert cache.host("d", 40, busy={"a"}) == ["b"]
+    assert cache.host("e", 81, busy={"a"}) is None
+    assert (cache.host_used_bytes, cache.hosted_bytes("b"), cache.hosted_bytes("d")) == (90, 0, 40)
 
 
-def test_the_oldest_idle_variant_goes_first_and_a_used_one_never() -> None:
-    router, fake, _ = make()
-    used, idle = Ticket("a"), Ticket("b")
-    router.submit([used, idle])
-    arrive(router, fake, "a")
-    arrive(router, fake, "b")
-    finish(router, fake, idle)
-    router.submit([Ticket("e")])
-    arrive(router, fake, "e")
-    assert set(router.cache.digests) == {"a", "e"}, "b was idle, a is older but used"
-
-
-def test_a_pinned_variant_is_loaded_at_once_and_never_evicted() -> None:
-    router, fake, _ = make()
-    router.set_family(SIZES, pinned={"a"})
-    assert fake.loading == ["a"]
-    arrive(router, fake, "a")
-    for digest in ("e", "b", "c", "e"):
-        ticket = Ticket(digest)
-        router.submit([ticket])
-        arrive(router, fake, digest)
-        finish(router, fake, ticket)
-        assert "a" in router.cache
-
-
-def test_a_variant_larger_than_the_budget_is_refused_with_both_numbers() -> None:
-    router, fake, _ = make()
-    router.submit([Ticket("f")])
-    fake.loading.remove("f")
-    router.loaded("f", SIZES["f"])
-    assert "140 bytes, the cache has 130" in str(fake.failed[0][1])
-
-
-def test_a_variant_that_new_pins_leave_no_room_for_fails_instead_of_waiting_for_ever() -> None:
-    router, fake, _ = make()
-    users = [Ticket("b"), Ticket("e"), Ticket("a")]
-    for ticket in users:
-        router.submit([ticket])
-    arrive(router, fake, "b")
-    fake.loading.remove("e")
-    router.loaded("e", SIZES["e"])
-    # e waits for b's room, which is never given back from now on; a fits and must not wait behind.
-    router.set_family(SIZES, pinned={"b"})
-    assert "100 bytes, the cache has 90" in str(fake.failed[0][1])
-    assert fake.dropped == ["e"]
-    arrive(router, fake, "a")
-    assert [t for t, _ in fake.running] == [users[0], users[2]]
-
-
-def test_a_full_queue_refuses_all_or_nothing() -> None:
-    router, fake, _ = make()
-    router.submit([Ticket(BASE_DIGEST) for _ in range(3 + 5)])
-    with pytest.raises(QueueFull, match="5 requests wait, the limit is 6"):
-        router.submit([Ticket(BASE_DIGEST), Ticket(BASE_DIGEST)])
-    assert router.num_waiting == 5
-    router.submit([Ticket(BASE_DIGEST)])
-    assert len(fake.running) == 3
-
-
-def test_a_starving_variant_drains_the_residents() -> None:
-    router, fake, clock = make()
-    first = Ticket("e")
-    router.submit([first])
-    arrive(router, fake, "e")
-    router.submit([Ticket("c")])
-    fake.loading.remove("c")
-    router.loaded("c", SIZES["c"])
-    # Requests for e keep coming and overlap, so that e is never idle.
-    second = Ticket("e")
-    router.submit([second])
-    finish(router, fake, first)
-    clock.now += LIMITS.starve_seconds
-    late = Ticket("e")
-    router.tick()
-    router.submit([late])
-    assert router.phase("e") is Phase.DRAINING
-    finish(router, fake, second)
-    settle(router, fake)
-    assert router.phase("c") is Phase.RESIDENT
-    assert [t.digest for t, _ in fake.running] == ["c"]
-    finish(router, fake, fake.running[0][0])
-    arrive(router, fake, "e")
-    assert [t for t, _ in fake.running] == [late]
-
-
-def test_a_variant_that_left_the_family_goes_when_its_last_request_ends() -> None:
-    router, fake, _ = make()
-    ticket = Ticket("a")
-    router.submit([ticket])
-    arrive(router, fake, "a")
-    router.set_family([d for d in SIZES if d != "a"])
-    assert "a" in router.cache
-    finish(router, fake, ticket)
-    assert "a" not in router.cache
+def test_slots_grow_without_moving_a_resident() -> None:
+    cache = filled(LRU())
+    cache.acquire("c")
+    cache.plan_growth(15)
+    assert (cache.num_slots, cache.beyond) == (2, ("c",))
+    assert not cache.can_go("c")
+    assert cache.has_room()
+    with pytest.raises(ValueError, match="1 residents are in slots that go"):
+        cache.grow(15)
+    cache.release("c")
+    cache.evict("c")
+    cache.grow(15)
+    assert (cache.slot_bytes, cache.used_bytes, cache.slot("b")) == (15, 30, 1)
+    with pytest.raises(ValueError, match="slots never shrink"):
+        cache.plan_growth(14)
+    with pytest.raises(ValueError, match="at most the budget, 30"):
+        cache.plan_growth(31)
 
 
 def test_the_cache_refuses_misuse() -> None:
-    cache = DeltaCache(100)
-    cache.admit("x", 60)
+    cache = filled(LRU())
     for call, message in [
-        (lambda: cache.admit("x", 1), "resident already"),
-        (lambda: cache.release("x"), "more often than acquired"),
-        (lambda: DeltaCache(0), "budget_bytes=0"),
+        (lambda: cache.admit("a"), "resident already"),
+        (lambda: cache.release("a"), "more often than acquired"),
+        (lambda: DeltaCache(0, LRU()), "budget_bytes=0"),
+        (lambda: DeltaCache(1, LRU(), host_bytes=-1), "host_bytes=-1"),
     ]:
         with pytest.raises(ValueError, match=message):
             call()
-    cache.acquire("x")
-    assert not cache.has_room(41)
-    with pytest.raises(ValueError, match="no room for 41 bytes"):
-        cache.admit("y", 41)
+    cache.acquire("a")
     with pytest.raises(ValueError, match="used by 1"):
-        cache.evict("x")
+        cache.evict("a")
 
 
-class RouterMachine(RuleBasedStateMachine):
-    """Random interleavings of everything that can happen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.fake, self.clock = make()
-        self.open: list[Ticket] = []  # accepted, no answer yet
-        self.pinned: frozenset[str] = frozenset()
-        self.known = set(SIZES)
-        self.seen = 0
-
-    @rule(digest=st.sampled_from([BASE_DIGEST, *SIZES]), count=st.integers(1, 3))
-    def submit(self, digest: str, count: int) -> None:
-        if digest != BASE_DIGEST and digest not in self.known:
-            return
-        tickets = [Numbered(digest, self.seen + i) for i in range(count)]
-        self.seen += count
-        before = self.router.num_waiting
-        try:
-            self.router.submit(tickets)
-        except QueueFull:
-            assert before + count > LIMITS.max_queue
-        except VariantUnavailable:
-            assert self.router.phase(digest) is Phase.FAILED
-        else:
-            self.open += tickets
-
-    def _note(self) -> None:
-        """Answers that came in since."""
-        for ticket, error in self.fake.failed:
-            assert isinstance(error, VariantUnavailable)
-            assert ticket in self.open
-            self.open.remove(ticket)
-        self.fake.failed.clear()
-
-    @precondition(lambda self: self.fake.loading)
-    @rule(data=st.data(), works=st.booleans())
-    def load_ends(self, data: Any, works: bool) -> None:
-        digest = data.draw(st.sampled_from(self.fake.loading))
-        waiters = {t for t in self.open if t.digest == digest}
-        self.fake.loading.remove(digest)
-        if works:
-            self.router.loaded(digest, SIZES[digest])
-        else:
-            self.router.load_failed(digest, "broken")
-        assert {t for t, _ in self.fake.failed} <= waiters
-        self._note()
-
-    @precondition(lambda self: self.fake.installing)
-    @rule(works=st.booleans())
-    def install_ends(self, works: bool) -> None:
-        digest, slot = self.fake.installing.pop(0)
-        if works:
-            self.router.installed(digest)
-        else:
-            del self.fake.holds[slot]
-            self.router.load_failed(digest, "broken")
-        self._note()
-
-    @precondition(lambda self: self.fake.running)
-    @rule(data=st.data())
-    def ends(self, data: Any) -> None:
-        ticket, _ = data.draw(st.sampled_from(self.fake.running))
-        self.open.remove(ticket)
-        finish(self.router, self.fake, ticket)
-        self._note()
-
-    @precondition(lambda self: self.open)
-    @rule(data=st.data())
-    def cancel(self, data: Any) -> None:
-        ticket = data.draw(st.sampled_from(self.open))
-        runs = any(t is ticket for t, _ in self.fake.running)
-        assert self.router.cancel(ticket) is not runs
-        if not runs:
-            self.open.remove(ticket)
-
-    @rule(seconds=st.sampled_from([0.5, 1.0, 3.0, 70.0]))
-    def time_passes(self, seconds: float) -> None:
-        self.clock.now += seconds
-        self.router.tick()
-
-    @rule(
-        gone=st.sets(st.sampled_from(sorted(SIZES)), max_size=2),
-        pinned=st.sampled_from([(), ("a",), ("b",)]),
-    )
-    def family_changes(self, gone: set[str], pinned: tuple[str, ...]) -> None:
-        self.known = set(SIZES) - gone
-        self.pinned = frozenset(pinned) & self.known
-        self.router.set_family(self.known, pinned)
-
-    @invariant()
-    def budgets_hold(self) -> None:
-        cache = self.router.cache
-        assert cache.used_bytes == sum(cache.num_bytes(d) for d in cache.digests) <= BUDGET
-        assert self.fake.holds == {cache.slot(d): d for d in cache.digests}
-        assert len(self.fake.running) == self.router.num_running <= LIMITS.max_running
-        assert len(self.fake.loading) <= LIMITS.max_loads
-
-    @invariant()
-    def nothing_is_lost(self) -> None:
-        assert len(self.open) == self.router.num_running + self.router.num_waiting
-        assert {id(t) for t, _ in self.fake.running} <= {id(t) for t in self.open}
-        assert len({id(t) for t, _ in self.fake.running}) == len(self.fake.running)
-
-    def teardown(self) -> None:
-        """Whatever happened, everything that is open can be brought to an end."""
-        for _ in range(200):
-            if not self.open:
-                return
-            self.clock.now += 100.0
-            self.router.tick()
-            for digest in list(self.fake.loading):
-                self.fake.loading.remove(digest)
-                self.router.loaded(digest, SIZES[digest])
-            settle(self.router, self.fake)
-            for ticket, _ in list(self.fake.running):
-                self.open.remove(ticket)
-                finish(self.router, self.fake, ticket)
-            self._note()
-        raise AssertionError(f"{len(self.open)} requests never end")
+def test_a_rate_is_forgotten_by_half_every_half_life() -> None:
+    clock = Clock()
+    rates = Rates(clock, half_life_seconds=10.0)
+    for _ in range(600):
+        clock.now += 0.5
+        rates.touch("a")
+    assert rates.rate("a") == pytest.approx(2.0, rel=0.05), "two a second"
+    before = rates.rate("a")
+    clock.now += 10.0
+    assert rates.rate("a") == pytest.approx(before / 2)
+    assert rates.rate("never") == 0.0
+    rates.forget("a")
+    assert rates.rate("a") == 0.0
 
 
-RouterMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, derandomize=True
+def test_lru_and_lfu_value_what_their_names_say() -> None:
+    for policy, best in [(LRU(), "b"), (LFU(), "a")]:
+        for digest in "aaab":
+            policy.touch(digest)
+        assert max("ab", key=lambda d, p=policy: p.value(d, 1, 1.0)) == best  # type: ignore[misc]
+        policy.forget("a")
+        assert policy.value("a", 1, 1.0) == 0
+
+
+def test_automatic_pins_change_only_where_the_difference_is_clear() -> None:
+    rates = {"a": 10.0, "b": 9.0, "c": 1.0, "idle": 0.0}
+    assert choose_pins(rates, (), count=1) == {"a"}
+    assert choose_pins(rates, ("b",), count=1) == {"b"}, "a is not 1.5 times b"
+    assert choose_pins(rates, ("c",), count=1) == {"a"}
+    assert choose_pins(rates, ("gone",), count=9) == {"a", "b", "c"}
+
+
+@given(
+    st.dictionaries(st.text(max_size=3), st.floats(0, 1e6), max_size=8),
+    st.sets(st.text(max_size=3), max_size=4),
+    st.integers(0, 5),
 )
-test_random_interleavings = RouterMachine.TestCase
+def test_automatic_pins_settle(rates: dict[str, float], now: set[str], count: int) -> None:
+    first = choose_pins(rates, now, count=count)
+    assert len(first) <= count
+    assert first <= rates.keys()
+    assert choose_pins(rates, first, count=count) == first, "they do not flap under steady rates"

@@ -1,40 +1,62 @@
-"""The variants that are resident, under a budget in bytes: least recently used goes first.
+"""Which variants are in memory, in two tiers above the disk, each under a budget in bytes.
 
-A variant is known by its content digest. It holds a slot from `admit` to `evict`; while anyone has
-acquired it, it stays; while it is pinned, it stays. Its bytes are those of its tensors as they are
-stored; the slots that hold them are of equal size and may take more (`VariantBank.arena_bytes`, a
-metric beside these). Bookkeeping only: no tensors, no threads, no clock.
+Device tier: slots of equal bytes, budget_bytes // slot_bytes of them, so that a swap changes no
+shape and the budget is exact. A variant holds a slot from `admit` to `evict`; while anyone has
+acquired it or it is pinned it stays, and one slot is never pinned (R8). A variant that needs larger
+slots makes them grow: fewer are given out from `plan_growth` on, and `grow` follows once those
+beyond are empty.
+
+Host tier: what was read and checked, in its exact bytes, so that a return to the device needs no
+read; budget 0 where host and device are the same memory.
+
+In both tiers what the policy values least goes first, and only once what takes its place has been
+loaded (R7). Variants are known by content digest (R1). Bookkeeping only: no tensors, no threads.
 """
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+from .policy import Policy
 
 
 @dataclass(slots=True)
 class _Resident:
     slot: int
-    num_bytes: int
     users: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """A variant that left the cache, and the slot that it left free."""
+    """A variant that left the device, and the slot that it left free."""
 
     digest: str
     slot: int
 
 
-class DeltaCache:
-    """Which variants are in device memory, in which slot, and who uses them."""
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds to bring a variant from the disk to the host, and from there to its slot."""
 
-    def __init__(self, budget_bytes: int) -> None:
-        if budget_bytes < 1:
-            raise ValueError(f"budget_bytes={budget_bytes}: use at least 1")
-        self.budget_bytes = budget_bytes
-        self.used_bytes = 0
-        # Insertion order is the order of last use, oldest first.
+    load_seconds: float = 0.0
+    install_seconds: float = 0.0
+
+
+class DeltaCache:
+    """Who is in which slot and in host memory, and who uses it."""
+
+    def __init__(self, budget_bytes: int, policy: Policy, *, host_bytes: int = 0) -> None:
+        if budget_bytes < 1 or host_bytes < 0:
+            raise ValueError(
+                f"budget_bytes={budget_bytes}, host_bytes={host_bytes}: use at least 1 and 0"
+            )
+        self.budget_bytes, self.host_bytes, self.policy = budget_bytes, host_bytes, policy
+        self.slot_bytes = 0  # none yet
+        self.planned_bytes = 0  # what a slot will have once it has grown
+        # Insertion order is the order of last use, oldest first: it decides between equal values.
         self._residents: dict[str, _Resident] = {}
-        self._pinned: frozenset[str] = frozenset()
+        self._hosted: dict[str, int] = {}  # digest -> bytes
+        self._pins: tuple[str, ...] = ()
+        self._costs: dict[str, Costs] = {}
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._residents
@@ -47,59 +69,103 @@ class DeltaCache:
         """Residents, the least recently used first."""
         return tuple(self._residents)
 
+    @property
+    def num_slots(self) -> int:
+        """Slots that may be given out; fewer than there are while growth is planned."""
+        return self.budget_bytes // self.planned_bytes if self.planned_bytes else 0
+
+    @property
+    def used_bytes(self) -> int:
+        return len(self._residents) * self.slot_bytes
+
+    @property
+    def host_used_bytes(self) -> int:
+        return sum(self._hosted.values())
+
     def slot(self, digest: str) -> int:
         return self._residents[digest].slot
-
-    def num_bytes(self, digest: str) -> int:
-        return self._residents[digest].num_bytes
 
     def users(self, digest: str) -> int:
         return self._residents[digest].users
 
-    def is_pinned(self, digest: str) -> bool:
-        return digest in self._pinned
+    def costs(self, digest: str) -> Costs:
+        """What was noted, zeros if nothing."""
+        return self._costs.get(digest, Costs())
 
-    def pin(self, digests: frozenset[str]) -> None:
-        """Sets which variants, resident or yet to come, are never evicted."""
-        self._pinned = digests
+    def note_costs(self, digest: str, costs: Costs) -> None:
+        self._costs[digest] = costs
+
+    def forget(self, digest: str) -> None:
+        """Of a variant that is in no tier and will not come back."""
+        self._costs.pop(digest, None)
+        self.policy.forget(digest)
+
+    # Pins.
+
+    def pin(self, digests: Sequence[str]) -> None:
+        """Sets which variants are never evicted, the most important first, there or yet to come."""
+        self._pins = tuple(dict.fromkeys(digests))
 
     @property
-    def evictable_bytes(self) -> int:
-        """Bytes that can go now: neither used nor pinned."""
-        return sum(r.num_bytes for d, r in self._residents.items() if self._can_go(d))
+    def pinned(self) -> tuple[str, ...]:
+        """The pins that hold: one slot always floats."""
+        return self._pins[: self.num_slots - 1] if self.planned_bytes else self._pins
 
-    def pinned_bytes_besides(self, digest: str) -> int:
-        """Bytes of resident pinned variants other than this one."""
-        pinned = self._pinned - {digest}
-        return sum(r.num_bytes for d, r in self._residents.items() if d in pinned)
+    def can_go(self, digest: str) -> bool:
+        """Whether a resident may be evicted now."""
+        return not self._residents[digest].users and digest not in self.pinned
 
-    def has_room(self, num_bytes: int) -> bool:
+    # The device tier.
+
+    def plan_growth(self, slot_bytes: int) -> None:
+        """From now on only as many slots are given out as there will be of that size."""
+        if not self.planned_bytes <= slot_bytes <= self.budget_bytes:
+            raise ValueError(
+                f"slot_bytes={slot_bytes}: at least {self.planned_bytes}, as slots never shrink, "
+                f"and at most the budget, {self.budget_bytes}"
+            )
+        self.planned_bytes = slot_bytes
+
+    @property
+    def beyond(self) -> tuple[str, ...]:
+        """Residents of slots that the planned growth takes away."""
+        return tuple(d for d, r in self._residents.items() if r.slot >= self.num_slots)
+
+    def grow(self, slot_bytes: int) -> None:
+        """The slots have that size now. Raises ValueError while a resident is in the way."""
+        count = self.budget_bytes // slot_bytes
+        beyond = sum(resident.slot >= count for resident in self._residents.values())
+        if beyond:
+            raise ValueError(f"{beyond} residents are in slots that go; evict them first")
+        self.slot_bytes = slot_bytes
+
+    def drop_plan(self) -> None:
+        """The slots stay as they are."""
+        self.planned_bytes = self.slot_bytes
+
+    def has_room(self) -> bool:
         """Whether `admit` would succeed now."""
-        return self.used_bytes - self.evictable_bytes + num_bytes <= self.budget_bytes
+        return self._free_slot() is not None or self._victim() is not None
 
-    def admit(self, digest: str, num_bytes: int) -> tuple[int, list[Evicted]]:
-        """Takes a variant in; as few as needed of the least recently used idle ones go.
+    def admit(self, digest: str) -> tuple[int, list[Evicted]]:
+        """Takes a variant into a slot; if none is free, the least valued idle one goes.
 
         Returns:
-            The slot it holds from now on, and what had to go; the caller empties those slots first.
+            The slot it holds from now on, and what had to go; the caller empties that slot first.
 
         Raises:
             ValueError: it is resident already, or there is no room (ask `has_room` first).
         """
         if digest in self._residents:
             raise ValueError(f"{digest} is resident already")
-        if not self.has_room(num_bytes):
-            raise ValueError(f"no room for {num_bytes} bytes within {self.budget_bytes}")
-        gone: list[Evicted] = []
-        for candidate in self.digests:
-            if self.used_bytes + num_bytes <= self.budget_bytes:
-                break
-            if self._can_go(candidate):
-                gone.append(self.evict(candidate))
-        taken = {resident.slot for resident in self._residents.values()}
-        slot = next(number for number in range(len(taken) + 1) if number not in taken)
-        self._residents[digest] = _Resident(slot, num_bytes)
-        self.used_bytes += num_bytes
+        slot, gone = self._free_slot(), list[Evicted]()
+        if slot is None:
+            victim = self._victim()
+            if victim is None:
+                raise ValueError(f"no room: all {self.num_slots} slots are used or pinned")
+            gone.append(self.evict(victim))
+            slot = gone[0].slot
+        self._residents[digest] = _Resident(slot)
         return slot, gone
 
     def evict(self, digest: str) -> Evicted:
@@ -108,7 +174,6 @@ class DeltaCache:
         if resident.users:
             raise ValueError(f"{digest} is used by {resident.users} requests")
         del self._residents[digest]
-        self.used_bytes -= resident.num_bytes
         return Evicted(digest, resident.slot)
 
     def acquire(self, digest: str) -> int:
@@ -124,5 +189,58 @@ class DeltaCache:
             raise ValueError(f"{digest} is released more often than acquired")
         resident.users -= 1
 
-    def _can_go(self, digest: str) -> bool:
-        return self._residents[digest].users == 0 and digest not in self._pinned
+    def value(self, digest: str) -> float:
+        """Of a slot's worth: what it costs to bring the variant back to the device."""
+        costs = self.costs(digest)
+        seconds = costs.install_seconds
+        if digest not in self._hosted:
+            seconds += costs.load_seconds
+        return self.policy.value(digest, self.slot_bytes, seconds)
+
+    def _free_slot(self) -> int | None:
+        taken = {resident.slot for resident in self._residents.values()}
+        return next((slot for slot in range(self.num_slots) if slot not in taken), None)
+
+    def _victim(self) -> str | None:
+        idle = [d for d, r in self._residents.items() if r.slot < self.num_slots]
+        return min(filter(self.can_go, idle), key=self.value, default=None)
+
+    # The host tier.
+
+    def is_hosted(self, digest: str) -> bool:
+        return digest in self._hosted
+
+    def hosted_bytes(self, digest: str) -> int:
+        """What a variant takes there, 0 if it is not."""
+        return self._hosted.get(digest, 0)
+
+    def host(self, digest: str, num_bytes: int, *, busy: Collection[str]) -> list[str] | None:
+        """Keeps a variant in host memory; as few as needed of the least valued go.
+
+        Args:
+            busy: digests that may not go.
+
+        Returns:
+            What had to go; None if there is no room even so, and nothing has changed.
+        """
+        idle = sorted((d for d in self._hosted if d not in busy), key=self._host_value)
+        missing = self.host_used_bytes + num_bytes - self.host_bytes
+        gone: list[str] = []
+        for candidate in idle:
+            if missing <= 0:
+                break
+            missing -= self._hosted[candidate]
+            gone.append(candidate)
+        if missing > 0:
+            return None
+        for candidate in gone:
+            del self._hosted[candidate]
+        self._hosted[digest] = num_bytes
+        return gone
+
+    def unhost(self, digest: str) -> None:
+        del self._hosted[digest]
+
+    def _host_value(self, digest: str) -> float:
+        load_seconds = self.costs(digest).load_seconds
+        return self.policy.value(digest, self._hosted[digest], load_seconds)

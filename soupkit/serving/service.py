@@ -1,29 +1,26 @@
 """Between HTTP and the engine: runs what the router decides, on the event loop and a few threads.
 
-Threads: the event loop owns router and cache; loader threads read and check bundles; one installer
-thread moves them into slots and out again, in the order the router decided; one scorer thread
-computes prompt log-probabilities; the engine has its own.
+Threads: the event loop owns router and cache; loader.py has those that move variants; one scorer
+thread computes prompt log-probabilities; the engine has its own.
 """
 
 import asyncio
 import contextlib
-import logging
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from soupkit.bundle import LoadedVariant, VariantRef
+from soupkit.bundle import VariantRef
 from soupkit.checkpoint import Checkpoint
 from soupkit.config import BASE_NAME
 from soupkit.errors import ServingError
 
-from .cache import DeltaCache, Evicted
+from .cache import DeltaCache
 from .catalog import Catalog, Unloaded
 from .engine import Engine
 from .jobs import End, Generation, Scored
+from .loader import Loader, run_in
 from .metrics import Metrics
 from .patches import BASE_SLOT
 from .policy import Rates, RateWeighted
@@ -31,16 +28,13 @@ from .pretrained import Texts
 from .reasons import Reasons
 from .router import Router
 from .sampling import Token
-from .shape import SlotShape
 from .states import BASE_DIGEST, Limits, Phase, Ticket
-
-logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5
 
 
 class Service:
-    """Serves a family, on the event loop it was started on. A Driver of the router."""
+    """Serves a family, on the event loop it was started on. The router's Runner."""
 
     def __init__(
         self,
@@ -56,27 +50,26 @@ class Service:
         self.catalog, self.engine = catalog, engine
         self._folder_name = Path(base.source).name
         self.metrics = Metrics()
+        self.reasons = Reasons((catalog.path, base.source, base.path))
+        self.loader = Loader(
+            catalog, engine, self.metrics, self.reasons, max_loads=limits.max_loads
+        )
         policy = RateWeighted(Rates(time.monotonic))
         cache = DeltaCache(cache_bytes, policy, host_bytes=host_bytes)
-        self.router = Router(cache, self, clock=time.monotonic, limits=limits)
+        self.router = Router(cache, self, self.loader, clock=time.monotonic, limits=limits)
+        self.loader.router = self.router
         self.draining = False
         self.texts = Texts(catalog, base)
-        self.reasons = Reasons((catalog.path, base.source, base.path))
         self.pinned = set(pin)  # names; `follow_family` after a change
         self._open: set[Generation] = set()
-        self._refs: dict[str, VariantRef] = {}  # digest -> a variant that has it
-        self._loaded: dict[str, LoadedVariant] = {}  # from load to drop
-        self._shape = self._reserved = SlotShape()  # of a slot: asked for, and in place
-        self._began: dict[str, float] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticker: asyncio.Task[None] | None = None
-        self._loaders = ThreadPoolExecutor(limits.max_loads, "soupkit-load")
-        self._installer = ThreadPoolExecutor(1, "soupkit-install")
         self._scorer = ThreadPoolExecutor(1, "soupkit-score")
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.engine.start()
+        self.loader.reserve()
         self.follow_family()
         self._ticker = asyncio.create_task(self._tick())
 
@@ -87,8 +80,8 @@ class Service:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._ticker
         await asyncio.to_thread(self.engine.close)
-        for pool in (self._loaders, self._installer, self._scorer):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self.loader.close()
+        self._scorer.shutdown(wait=False, cancel_futures=True)
 
     @property
     def ready(self) -> bool:
@@ -182,49 +175,7 @@ class Service:
             generation.events.put_nowait(error)
             self.cancel(generation)
 
-    # The router's Driver. It must not call back, so results come through the event loop.
-
-    def load(self, digest: str) -> None:
-        self._began[digest] = time.monotonic()
-        ref = self._refs[digest]
-
-        def work() -> LoadedVariant:
-            loaded = self.catalog.load(ref)
-            # Here and not when it is installed: nothing is evicted for one that cannot be served.
-            self.engine.check(loaded)
-            return loaded
-
-        self._run(self._loaders, work, partial(self._after_load, digest))
-
-    def drop(self, digest: str) -> None:
-        del self._loaded[digest]
-        self._began.pop(digest, None)
-
-    def install(self, digest: str, slot: int, evicted: list[Evicted]) -> None:
-        loaded = self._loaded[digest]
-        self._began.setdefault(digest, time.monotonic())
-        self.metrics.evictions.inc(len(evicted))
-
-        def work() -> None:
-            for gone in evicted:
-                self.engine.free(gone.slot)
-            self.engine.load(slot, loaded)
-
-        self._run(self._installer, work, partial(self._after_install, digest))
-
-    def evict(self, evicted: Evicted) -> None:
-        self.metrics.evictions.inc()
-        self._run(self._installer, partial(self.engine.free, evicted.slot), self._after_evict)
-
-    def grow(self, num_slots: int, slot_bytes: int) -> None:
-        shape = self._shape
-        assert shape.nbytes == slot_bytes
-
-        def work() -> SlotShape:
-            self.engine.reserve(num_slots, shape)
-            return shape
-
-        self._run(self._installer, work, self._after_grow)
+    # The router's Runner. It must not call back, so results come through the event loop.
 
     def halt(self, ticket: Ticket, error: ServingError) -> None:
         assert isinstance(ticket, Generation)
@@ -235,7 +186,7 @@ class Service:
         slot = BASE_SLOT if slot is None else slot
         if ticket.score_prompt:
             work = partial(self._score, ticket, slot)
-            self._run(self._scorer, work, partial(self._after_score, ticket, slot))
+            run_in(self._scorer, work, partial(self._after_score, ticket, slot))
         else:
             self._the_loop.call_soon(self._begin, ticket, slot)
 
@@ -299,61 +250,6 @@ class Service:
         generation.events.put_nowait(Scored(scored.result()))
         self._begin(generation, slot)
 
-    def _after_load(self, digest: str, loaded: "asyncio.Future[LoadedVariant]") -> None:
-        error = loaded.exception()
-        if error is not None:
-            del self._began[digest]
-            self._load_failed(digest, error)
-            return
-        variant = self._loaded[digest] = loaded.result()
-        shape = self._shape.merged(self.engine.slot_shape([variant.manifest]))
-        if shape.nbytes <= self.router.cache.budget_bytes:
-            self._shape = shape
-        self.router.loaded(digest, variant.nbytes, slot_bytes=shape.nbytes)
-
-    def _after_install(self, digest: str, installed: "asyncio.Future[None]") -> None:
-        seconds = time.monotonic() - self._began.pop(digest)
-        error = installed.exception()
-        if error is not None:
-            self._load_failed(digest, error)
-            return
-        self.metrics.loads.inc()
-        self.metrics.load_seconds.observe(seconds)
-        self.router.installed(digest)
-
-    def _after_grow(self, reserved: "asyncio.Future[SlotShape]") -> None:
-        error = reserved.exception()
-        if error is None:
-            self._reserved = reserved.result()
-            self.router.grown()
-            return
-        self._shape = self._reserved
-        self.router.grow_failed(f"no room for larger slots: {self.reasons.of(error)}")
-
-    def _after_evict(self, evicted: "asyncio.Future[None]") -> None:
-        error = evicted.exception()
-        if error is not None:
-            logger.error("a slot could not be emptied: %s", error, exc_info=error)
-
-    def _load_failed(self, digest: str, error: BaseException) -> None:
-        self.metrics.load_failures.inc()
-        name = self._refs[digest].name
-        logger.warning("variant %r cannot be loaded: %s", name, error)
-        reason = self.reasons.of(error)
-        self.router.load_failed(digest, f"variant {name!r} cannot be loaded: {reason}")
-
-    def _run(
-        self,
-        pool: ThreadPoolExecutor,
-        work: Callable[[], Any],
-        after: "Callable[[asyncio.Future[Any]], None]",
-    ) -> None:
-        def done(future: "asyncio.Future[Any]") -> None:
-            if not future.cancelled():
-                after(future)
-
-        self._the_loop.run_in_executor(pool, work).add_done_callback(done)
-
     def _refresh(self) -> None:
         if self.catalog.refresh():
             self.follow_family()
@@ -361,8 +257,7 @@ class Service:
     def follow_family(self) -> None:
         """Tells the router which variants are served and pinned now."""
         variants = self.catalog.variants
-        # Digests that left keep their last name, for the messages of loads still under way.
-        self._refs |= {ref.digest: ref for ref in variants.values()}
+        self.loader.follow(variants.values())
         pinned = [variants[name].digest for name in sorted(self.pinned) if name in variants]
         self.router.set_family((ref.digest for ref in variants.values()), pinned)
 
