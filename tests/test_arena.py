@@ -20,9 +20,9 @@ from soupkit_kernels.arena import (
     RANK,
     SCALE,
     UP,
-    slot_bytes_for,
 )
 from soupkit_kernels.bitpack import pack, packed_width, unpack
+from soupkit_kernels.slots import Room, form_bytes, form_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 sizes = st.integers(1, 300)
@@ -175,7 +175,7 @@ def test_limits_are_named() -> None:
         6, 20, slots=1, slot_bytes=256, planes=1, has_columns=False, rank=1,
         dtype=torch.float32, device="cpu", is_lane=False,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="bytes 512: a slot takes 256; grow the arena"):
+    with pytest.raises(ValueError, match="bytes 512: a slot takes 256; resize the arena"):
         tight.put(0, small)
     # What was there is there still.
     assert_same(arena.delta(0), small, torch.float32)
@@ -186,7 +186,7 @@ def test_limits_are_named() -> None:
 def test_a_delta_needs_the_bytes_that_are_said(encoding: Encoding, is_lane: bool) -> None:
     delta = make_delta(7, 150, encoding, torch.Generator())
     arena = arena_of([delta], dtype=torch.bfloat16, is_lane=is_lane)
-    needed = slot_bytes_for(delta, dtype=torch.bfloat16, is_lane=is_lane)
+    needed = form_bytes(form_of(delta), 7, 150, dtype=torch.bfloat16, is_lane=is_lane)
     assert arena.slot_bytes == needed
     row, width = arena.row(0), 16 * 2 if is_lane else packed_width(150)
     ends = [
@@ -234,34 +234,76 @@ def test_a_shard_outside_is_refused() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(encodings, st.sampled_from([None, *ENCODINGS]), st.integers(0, 7), st.booleans())
-def test_a_grown_arena_holds_the_same_and_takes_more(
-    kinds: list[Encoding | None], like: Encoding | None, slots: int, is_lane: bool
+def test_a_resized_arena_holds_the_same_and_takes_more(
+    kinds: list[Encoding | None], more: Encoding | None, extra: int, is_lane: bool
 ) -> None:
     deltas = deltas_of([ENCODINGS[0], *kinds], 11, 141)
     arena = arena_of(deltas, dtype=torch.bfloat16, is_lane=is_lane)
     before, table = arena.data.clone(), arena.table.clone()
-    larger = deltas_of([like], 11, 141, seed=3)[0]
-    grown = arena.grown(slots=slots, like=larger)
+    larger = deltas_of([more], 11, 141, seed=3)[0]
+    there = [delta for delta in (*deltas, larger) if delta is not None]
+    room = Room(11, 141, torch.bfloat16, is_lane, frozenset(map(form_of, there)))
+    resized = arena.resized(len(deltas) + extra, room)
     assert torch.equal(arena.data, before)
     assert torch.equal(arena.table, table)
-    assert grown.slots == max(slots, len(deltas))
+    assert resized.slots == len(deltas) + extra
+    assert resized.data.nbytes == resized.slots * room.nbytes
     for slot, delta in enumerate(deltas):
-        assert_same(grown.delta(slot), delta, torch.bfloat16)
+        assert_same(resized.delta(slot), delta, torch.bfloat16)
         held = arena.delta(slot)
         if held is not None:
-            again = grown.delta(slot)
+            again = resized.delta(slot)
             assert again is not None
             # Nothing is rounded a second time.
             torch.testing.assert_close(again.dense(), held.dense(), rtol=1e-6, atol=1e-9)
-    assert grown.table.tolist() == [list(grown.row(slot)) for slot in range(grown.slots)]
-    for slot in range(len(deltas), grown.slots):
-        assert grown.is_empty(slot)
+    assert resized.table.tolist() == [list(resized.row(slot)) for slot in range(resized.slots)]
+    for slot in range(len(deltas), resized.slots):
+        assert resized.is_empty(slot)
     if larger is not None:
-        assert grown.takes(larger)
-        grown.put(0, larger)
-        assert_same(grown.delta(0), larger, torch.bfloat16)
+        assert resized.takes(larger)
+        resized.put(0, larger)
+        assert_same(resized.delta(0), larger, torch.bfloat16)
         for slot, delta in list(enumerate(deltas))[1:]:
-            assert_same(grown.delta(slot), delta, torch.bfloat16)
+            assert_same(resized.delta(slot), delta, torch.bfloat16)
+
+
+@pytest.mark.parametrize("is_lane", [False, True])
+def test_an_arena_shrinks_to_what_it_holds_and_no_further(is_lane: bool) -> None:
+    small, large = deltas_of([(1, False, 0, False), (2, False, 3, False)], 11, 141)
+    assert small is not None
+    assert large is not None
+    arena = arena_of([small, large, small], dtype=torch.float32, is_lane=is_lane)
+    room = Room(11, 141, torch.float32, is_lane, frozenset({form_of(small)}))
+    with pytest.raises(ValueError, match="a slot takes 1"):
+        arena.resized(3, room)
+    arena.clear(1)
+    with pytest.raises(ValueError, match=r"slot 2: must be in 0\.\.1"):
+        arena.resized(2, room)
+    arena.clear(2)
+    shrunk = arena.resized(2, room)
+    assert shrunk.data.nbytes == 2 * room.nbytes < arena.data.nbytes
+    assert_same(shrunk.delta(0), small, torch.float32)
+
+
+@pytest.mark.parametrize("is_lane", [False, True])
+def test_a_slot_is_written_whole(is_lane: bool) -> None:
+    """Serving rule R4: whatever a slot held, NaN too, nothing of it remains."""
+    small, large = deltas_of([(1, False, 0, False), (3, True, 4, False)], 13, 141)
+    assert large is not None
+    for delta in (small, large):
+        assert delta is not None
+        arena = arena_of([large, large], dtype=torch.float32, is_lane=is_lane)
+        fresh = arena.resized(2, Room(13, 141, torch.float32, is_lane, frozenset({form_of(large)})))
+        arena.data.fill_(0xFF)
+        for one in (arena, fresh):
+            one.clear(0)
+            one.put(0, delta)
+        size = arena.slot_bytes
+        assert torch.equal(arena.data[:size], fresh.data[:size])
+        assert torch.equal(arena.table[0], fresh.table[0])
+        arena.data.fill_(0xFF)
+        arena.put(0, delta)
+        assert torch.equal(arena.data[:size], fresh.data[:size])
 
 
 def test_an_arena_over_its_tensors_reads_the_same() -> None:

@@ -5,6 +5,7 @@ another.
 import queue
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -279,7 +280,7 @@ def test_a_variant_that_overflows_fails_alone(root: Path, value: float) -> None:
         prompt = [5, 6, 7]
         bad = load_variant(root, "norms")
         norms = {name: torch.full_like(raw, value) for name, raw in bad.raw.items()}
-        engine._bank.load(8, {}, norms)
+        engine.load(8, replace(bad, deltas={}, raw=norms, digest="sha256:bad"))
         names = [*slots, *slots]
         boxes = [Inbox() for _ in names]
         spoiled = [Inbox() for _ in names]

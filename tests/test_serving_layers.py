@@ -24,7 +24,8 @@ from soupkit.errors import ServingError
 from soupkit.serving import patches
 from soupkit.serving.layers import VariantBank, ties
 from soupkit.serving.patches import DeltaPatch
-from soupkit.serving.probe import token_axes
+from soupkit.serving.probe import TokenWise, token_wise
+from soupkit.serving.shape import SlotShape, outline
 from soupkit_kernels import DeltaArena
 
 
@@ -145,12 +146,128 @@ def test_slots_of_the_arenas_are_those_of_the_bank(root: Path, served: Any) -> N
             assert (delta is None) == (given is None)
             if delta is not None and given is not None:
                 assert torch.equal(decode(delta), decode(given))
-    assert bank.arena_bytes == sum(arena.data.nbytes for arena in arenas.values()) >= stored
+    assert sum(arena.data.nbytes for arena in arenas.values()) >= stored
+    assert bank.arena_bytes == len(slots) * bank.shape.nbytes
     bank.free(slots["matrix"])
     for arena in arenas.values():
         assert arena.is_empty(slots["matrix"])
         at = slots["matrix"] * arena.slot_bytes
         assert not arena.data[at : at + arena.slot_bytes].any()
+
+
+def family_shape(bank: VariantBank, root: Path) -> SlotShape:
+    shape = SlotShape()
+    for name in VARIANTS:
+        manifest = load_variant(root, name).manifest
+        shape = shape.merged(bank.shape_of(*outline(manifest), **ties(manifest)))
+    return shape
+
+
+def addresses(bank: VariantBank) -> list[tuple[int, tuple[int, ...]]]:
+    """Of all memory that a forward reads, with its shapes."""
+    parts = [part for arena in arenas_of(bank).values() for part in (arena.data, arena.table)]
+    for patch in bank._patches.values():
+        parts += patch.whole._tables.values()
+    return [(part.data_ptr(), tuple(part.shape)) for part in parts]
+
+
+@torch.no_grad()
+def test_reserved_slots_are_exact_and_loading_moves_nothing(root: Path, served: Any) -> None:
+    bank, ids = bank_of(served), torch.randint(5, 200, (1, 11))
+    shape = family_shape(bank, root)
+    bank.reserve(3, shape)
+    assert (bank.num_slots, bank.arena_bytes) == (3, 3 * shape.nbytes)
+    before = addresses(bank)
+    # Each slot is every variant in turn.
+    for turn in range(len(VARIANTS)):
+        for slot in range(3):
+            name = list(VARIANTS)[(turn + slot) % len(VARIANTS)]
+            variant = load_variant(root, name)
+            assert shape.takes(bank.shape_of(variant.deltas, variant.raw, **ties(variant.manifest)))
+            bank.load(slot, variant.deltas, variant.raw, **ties(variant.manifest))
+            bank.set_batch([slot] * 11, [slot] * 11)
+            expected = dense(root, name)(input_ids=ids).logits
+            torch.testing.assert_close(served(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
+        for slot in range(3):
+            bank.free(slot)
+    assert addresses(bank) == before
+    assert bank.arena_bytes == 3 * shape.nbytes
+
+
+@torch.no_grad()
+def test_a_slot_full_of_nan_is_written_whole(root: Path, served: Any) -> None:
+    """Rule R4: whatever lay in a slot, nothing of it is left in what comes next."""
+    bank, ids = bank_of(served), torch.randint(5, 200, (1, 11))
+    bank.reserve(2, family_shape(bank, root))
+    for name in VARIANTS:
+        for arena in arenas_of(bank).values():
+            arena.data.fill_(0xFF)
+        for patch in bank._patches.values():
+            for local, table in patch.whole._tables.items():
+                # The base's row, and what slots without a vector of their own repeat, stay.
+                if table.ndim > 1 and not patch.whole._is_vector(local):
+                    table.fill_(float("nan"))
+        variant = load_variant(root, name)
+        bank.load(1, variant.deltas, variant.raw, **ties(variant.manifest))
+        # Mixed with base rows, too, which read the table's other rows.
+        for slots in ([1] * 11, [1, -1] * 5 + [1]):
+            bank.set_batch(slots, slots)
+            assert served(input_ids=ids).logits.isfinite().all()
+        bank.set_batch([1] * 11, [1] * 11)
+        expected = dense(root, name)(input_ids=ids).logits
+        torch.testing.assert_close(served(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
+        bank.free(1)
+
+
+@torch.no_grad()
+def test_slots_are_made_anew_under_residents(root: Path, served: Any) -> None:
+    """Larger, more and fewer slots; a resident that has no place there stops it."""
+    bank, ids = bank_of(served), torch.randint(5, 200, (1, 11))
+    linear = load_variant(root, "linear")
+    small = bank.shape_of(linear.deltas, linear.raw, **ties(linear.manifest))
+    bank.reserve(4, small)
+    for slot in (0, 1):
+        bank.load(slot, linear.deltas, linear.raw, **ties(linear.manifest))
+    large = family_shape(bank, root)
+    assert large.nbytes > small.nbytes
+    assert not small.takes(large)
+    before = addresses(bank)
+    with pytest.raises(ValueError, match=r"slots \[1\] hold variants"):
+        bank.reserve(1, large)
+    assert addresses(bank) == before
+    for slots, shape in ((2, large), (5, large), (3, large)):
+        bank.reserve(slots, shape)
+        assert (bank.num_slots, bank.arena_bytes) == (slots, slots * shape.nbytes)
+        bank.set_batch([1] * 11, [1] * 11)
+        expected = dense(root, "linear")(input_ids=ids).logits
+        torch.testing.assert_close(served(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
+    matrix = load_variant(root, "matrix")
+    bank.load(2, matrix.deltas, matrix.raw, **ties(matrix.manifest))
+    with pytest.raises(ValueError, match=r"slots \[2\] hold variants"):
+        bank.reserve(3, small)
+    bank.free(2)
+    # What nobody needs any more is the plain module again.
+    bank.reserve(2, small)
+    assert bank.arena_bytes == 2 * small.nbytes
+    patched = sum("forward" in module.__dict__ for module in served.modules())
+    assert patched == len(small.modules)
+
+
+@torch.no_grad()
+def test_norms_of_a_mixed_batch_run_once(root: Path, served: Any) -> None:
+    """Vectors of each token, gathered; equal to the variant's own module bit for bit."""
+    bank = bank_of(served)
+    slots = load_all(bank, root)
+    norm = served.model.layers[0].input_layernorm
+    whole = bank._patches["model.layers.0.input_layernorm"].whole
+    mixed = [slots["norms"], -1, slots["matrix"], slots["linear"], slots["norms"]]
+    x = torch.randn(1, 5, served.config.hidden_size)
+    bank.set_batch(mixed, mixed)
+    together = norm(x)
+    assert not whole._clones, "a clone ran for a variant"
+    for at, slot in enumerate(mixed):
+        bank.set_batch([slot], [slot])
+        assert torch.equal(together[:, at : at + 1], norm(x[:, at : at + 1]))
 
 
 @torch.no_grad()
@@ -369,7 +486,8 @@ def test_modules_that_mix_tokens_are_not_token_wise() -> None:
             return self.norm(self.mixer(self.embed(input_ids)))
 
     model = Model().eval()
-    assert token_axes(model, vocab_size=32) == {"embed": 1, "norm": 1}
+    # F.layer_norm takes no weight of each row.
+    assert token_wise(model, vocab_size=32) == {"embed": TokenWise(1), "norm": TokenWise(1)}
     bank = VariantBank(model, vocab_size=32, head=None)
     with pytest.raises(ServingError, match=r"'mixer\.weight'.*does not act on every token"):
         bank.load(0, {}, {"mixer.weight": torch.zeros(8)})

@@ -18,13 +18,12 @@ from soupkit_kernels import triton_support
 from soupkit_kernels.bitpack import packed_width
 from soupkit_kernels.delta import Delta
 from soupkit_kernels.lane import BLOCK_SIGNS, from_lane, lane_words, to_lane
+from soupkit_kernels.slots import Form, Room, aligned, form_bytes, form_of
 
 # Columns of the table. Offsets are bytes from the start of the arena; -1 where a part is absent.
 PLANES, PACKED, SCALE, COLUMN, RANK, DOWN, UP = range(7)
 NUM_COLUMNS = 7
 _EMPTY = (0, -1, -1, -1, 0, -1, -1)
-# Parts begin at multiples of a cache line.
-_ALIGNMENT = 128
 
 
 class DeltaArena:
@@ -56,7 +55,7 @@ class DeltaArena:
         """All slots are empty.
 
         Args:
-            slots, slot_bytes: how many and how large; `slot_bytes_for` says what a delta takes.
+            slots, slot_bytes: how many and how large; slots.py says what a delta takes.
             planes, rank: the most that a slot may hold.
             has_columns: whether slots may hold column scales.
             dtype: of the layer's weight.
@@ -72,7 +71,7 @@ class DeltaArena:
         if is_lane and dtype not in triton_support.DTYPES:
             raise ValueError(f"{dtype} in LANE order: needs one of {triton_support.DTYPES}")
         self.out_features, self.in_features = out_features, in_features
-        self.slots, self.slot_bytes = slots, _aligned(slot_bytes)
+        self.slots, self.slot_bytes = slots, aligned(slot_bytes)
         self.planes, self.has_columns, self.rank = planes, has_columns, rank
         self.dtype, self.is_lane = dtype, is_lane
         self.data = torch.zeros(slots * self.slot_bytes, dtype=torch.uint8, device=device)
@@ -119,7 +118,7 @@ class DeltaArena:
 
     def takes(self, delta: Delta) -> bool:
         """Whether a slot has room for it."""
-        return not any(has > limit for _, has, limit in self._limits(delta))
+        return not any(has > limit for _, has, limit in self._limits(form_of(delta)))
 
     def put(self, slot: int, delta: Delta) -> None:
         """Write a delta into a slot; what it held is gone.
@@ -127,7 +126,7 @@ class DeltaArena:
         Raises:
             ValueError: no such slot, another shape, or more than the arena or a slot takes.
         """
-        self._check(slot, delta)
+        self._check(slot, form_of(delta), (delta.out_features, delta.in_features))
         parts = self._stored(delta)
         row, at = list(_EMPTY), slot * self.slot_bytes
         row[PLANES], row[RANK] = delta.planes, delta.rank
@@ -138,7 +137,7 @@ class DeltaArena:
             row[column] = at + used
             flat = part.contiguous().view(-1).view(torch.uint8)
             memory[used : used + flat.numel()].copy_(flat)
-            end = _aligned(used + flat.numel())
+            end = aligned(used + flat.numel())
             memory[used + flat.numel() : end].zero_()
             used = end
         memory[used:].zero_()
@@ -180,30 +179,21 @@ class DeltaArena:
             up = self._part(row[UP], self.dtype, rank, rows).T
         return Delta(rows, columns, packed, scale, column_scale, up, down)
 
-    def grown(self, *, slots: int, like: Delta | None = None) -> DeltaArena:
-        """A new arena with the same content, more slots, and room for deltas such as `like`."""
-        planes, rank, has_columns = self.planes, self.rank, self.has_columns
-        if like is not None:
-            planes, rank = max(planes, like.planes), max(rank, like.rank)
-            has_columns = has_columns or like.column_scale is not None
+    def resized(self, slots: int, room: Room) -> DeltaArena:
+        """A new arena with the same content in other slots; this one is left as it is.
+
+        Raises:
+            ValueError: what a slot holds has no place there, or the room is of another layer.
+        """
+        other = arena_for(room, slots=slots, device=self.device)
         # Bytes lie the same in both, but LANE order has columns in all slots or in none.
-        is_same = not self.is_lane or has_columns == self.has_columns
-        slot_bytes = self.slot_bytes
-        if not is_same:
-            slot_bytes += _aligned(self.planes * self._column_width * self.dtype.itemsize)
-        if like is not None:
-            needed = slot_bytes_for(
-                like, dtype=self.dtype, is_lane=self.is_lane, has_columns=has_columns
-            )
-            slot_bytes = max(slot_bytes, needed)
-        other = DeltaArena(
-            self.out_features, self.in_features, slots=max(slots, self.slots),
-            slot_bytes=slot_bytes, planes=planes, has_columns=has_columns, rank=rank,
-            dtype=self.dtype, device=self.device, is_lane=self.is_lane,
-        )  # fmt: skip
+        is_same = not self.is_lane or other.has_columns == self.has_columns
         for slot in range(self.slots):
             if self.is_empty(slot):
                 continue
+            row = self._rows[slot]
+            form = Form(row[PLANES], row[RANK], row[COLUMN] >= 0)
+            other._check(slot, form, (self.out_features, self.in_features))
             if is_same:
                 other._copy_slot(slot, self)
             else:
@@ -213,8 +203,9 @@ class DeltaArena:
         return other
 
     def _copy_slot(self, slot: int, source: DeltaArena) -> None:
-        """A slot of an arena whose slots are no larger, byte for byte."""
-        to, at, size = slot * self.slot_bytes, slot * source.slot_bytes, source.slot_bytes
+        """A slot of another arena, byte for byte; past its content both are zero."""
+        to, at = slot * self.slot_bytes, slot * source.slot_bytes
+        size = min(self.slot_bytes, source.slot_bytes)
         self.data[to : to + size].copy_(source.data[at : at + size])
         row = list(source.row(slot))
         for column in (PACKED, SCALE, COLUMN, DOWN, UP):
@@ -243,24 +234,26 @@ class DeltaArena:
         if not 0 <= slot < self.slots:
             raise ValueError(f"slot {slot}: must be in 0..{self.slots - 1}")
 
-    def _check(self, slot: int, delta: Delta) -> None:
+    def _check(self, slot: int, form: Form, shape: tuple[int, int]) -> None:
         self._check_slot(slot)
-        shape = (delta.out_features, delta.in_features)
         if shape != (self.out_features, self.in_features):
             raise ValueError(f"a delta {shape}: needs {(self.out_features, self.in_features)}")
-        for name, has, limit in self._limits(delta):
+        for name, has, limit in self._limits(form):
             if has > limit:
-                raise ValueError(f"a delta with {name} {has}: a slot takes {limit}; grow the arena")
+                raise ValueError(
+                    f"a delta with {name} {has}: a slot takes {limit}; resize the arena"
+                )
 
-    def _limits(self, delta: Delta) -> tuple[tuple[str, int, int], ...]:
+    def _limits(self, form: Form) -> tuple[tuple[str, int, int], ...]:
         """What a delta has and what a slot takes."""
-        needed = slot_bytes_for(
-            delta, dtype=self.dtype, is_lane=self.is_lane, has_columns=self.has_columns
-        )
+        needed = form_bytes(
+            form, self.out_features, self.in_features, dtype=self.dtype, is_lane=self.is_lane,
+            has_columns=self.has_columns,
+        )  # fmt: skip
         return (
-            ("planes", delta.planes, self.planes),
-            ("rank", delta.rank, self.rank),
-            ("column scales", int(delta.column_scale is not None), int(self.has_columns)),
+            ("planes", form.planes, self.planes),
+            ("rank", form.rank, self.rank),
+            ("column scales", int(form.has_columns), int(self.has_columns)),
             ("bytes", needed, self.slot_bytes),
         )
 
@@ -292,20 +285,6 @@ class DeltaArena:
         return parts
 
 
-def slot_bytes_for(
-    delta: Delta, *, dtype: torch.dtype, is_lane: bool, has_columns: bool = False
-) -> int:
-    """Bytes that a delta takes in a slot of an arena of that kind."""
-    rows, columns, planes = delta.out_features, delta.in_features, delta.planes
-    sizes = [planes * rows * (4 * lane_words(columns) if is_lane else packed_width(columns))]
-    sizes.append(planes * rows * 4)
-    if delta.column_scale is not None or (is_lane and has_columns):
-        whole_blocks = BLOCK_SIGNS * -(-columns // BLOCK_SIGNS)
-        sizes.append(planes * (whole_blocks * dtype.itemsize if is_lane else columns * 4))
-    sizes += [delta.rank * columns * dtype.itemsize, delta.rank * rows * dtype.itemsize]
-    return sum(map(_aligned, sizes))
-
-
 def arena_of(
     deltas: Sequence[Delta | None],
     *,
@@ -328,21 +307,21 @@ def arena_of(
     planes = max(delta.planes for delta in there)
     if is_lane is None:
         is_lane = triton_support.why_not(device, dtype, there[0].in_features, planes) is None
-    has_columns = any(delta.column_scale is not None for delta in there)
-    needed = max(
-        slot_bytes_for(delta, dtype=dtype, is_lane=is_lane, has_columns=has_columns)
-        for delta in there
-    )
-    arena = DeltaArena(
-        there[0].out_features, there[0].in_features, slots=len(deltas), slot_bytes=needed,
-        planes=planes, has_columns=has_columns, rank=max(delta.rank for delta in there),
-        dtype=dtype, device=device, is_lane=is_lane,
+    room = Room(
+        there[0].out_features, there[0].in_features, dtype, is_lane,
+        frozenset(form_of(delta) for delta in there),
     )  # fmt: skip
+    arena = arena_for(room, slots=len(deltas), device=device)
     for slot, delta in enumerate(deltas):
         if delta is not None:
             arena.put(slot, delta)
     return arena
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def arena_for(room: Room, *, slots: int, device: torch.device | str) -> DeltaArena:
+    """An arena of empty slots that take what the room says."""
+    return DeltaArena(
+        room.out_features, room.in_features, slots=slots, slot_bytes=room.nbytes,
+        planes=room.planes, has_columns=room.has_columns, rank=room.rank, dtype=room.dtype,
+        device=device, is_lane=room.is_lane,
+    )  # fmt: skip

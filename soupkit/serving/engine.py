@@ -1,6 +1,6 @@
 """Requests of several variants -> tokens, on transformers' continuous batching.
 
-What continuous batching lacks is added at five seams of its manager, found on transformers 5.24
+What continuous batching lacks is added at some seams of its manager, found on transformers 5.24
 (`generation/continuous_batching`) and held by tests:
 
     prepare_batch_tensors       the slot of every row is set beside the batch's tensors
@@ -8,14 +8,17 @@ What continuous batching lacks is added at five seams of its manager, found on t
     clear_cancelled_requests    a cancelled request is told so once nothing computes for it
     mark_as_stopped             if the thread ends, every open request is told
     PagedAttentionCache.update  what is not finite stays out of other sequences (guard.py)
+    its search_prefix_match, mark_complete_blocks and the scheduler's waiting candidates
+                                what prompts have in common is computed once a variant (prefix.py)
 
-Prefix sharing is off: its blocks are keyed by tokens only, and one variant would read another's.
 CUDA graphs are off: a replay would skip the first two seams.
 Not here: queues in front (router.py), which slots hold what (cache.py), text (text.py).
 """
 
+import contextlib
 import itertools
 import threading
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +27,7 @@ from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import RequestStatus
 
+from soupkit.bundle import Manifest
 from soupkit.errors import ServingError
 
 from .guard import KeyValueGuard
@@ -31,7 +35,9 @@ from .jobs import Deliver, End, Job, Record
 from .layers import VariantBank, ties
 from .memory import KVPlan
 from .patches import BASE_SLOT
+from .prefix import PrefixCache
 from .sampling import Token, choose, describe
+from .shape import SlotShape, outline
 
 PAGE_TOKENS = 16
 NOT_FINITE = "the model's numbers overflowed; this variant or its dtype cannot answer this prompt"
@@ -62,6 +68,7 @@ class Engine:
         self._bank = VariantBank(
             model, vocab_size=self.vocab_size, head=model.get_output_embeddings()
         )
+        self._salts: dict[int, bytes] = {BASE_SLOT: b""}  # content digest of what a slot holds
         self._records: dict[str, Record] = {}
         self._lock = threading.Lock()
         self._ids = itertools.count()
@@ -80,7 +87,7 @@ class Engine:
                 max_batch_tokens=max(plan.batch_tokens, self.max_running),
                 max_requests_per_batch=self.max_running,
                 max_blocks_per_request=0,
-                allow_block_sharing=False,
+                allow_block_sharing=True,
                 use_async_batching=False,
                 use_cuda_graph=False,
                 auto_switch_to_flash=False,
@@ -96,6 +103,9 @@ class Engine:
             processor = manager.batch_processor = manager._create_batch_processor()
         inputs, scheduler = processor.inputs_and_outputs, processor.scheduler
         self._guard = KeyValueGuard(processor.cache)
+        self._prefixes = PrefixCache(
+            processor.cache, scheduler, page_tokens=PAGE_TOKENS, salt_of=self._salt_of
+        )
         self._prepare, inputs.prepare_batch_tensors = inputs.prepare_batch_tensors, self._on_prepare
         processor.model_runner._sample = self._on_sample
         self._clear, scheduler.clear_cancelled_requests = (
@@ -132,10 +142,29 @@ class Engine:
     def load(self, slot: int, variant: Any) -> None:
         """Puts a checked variant into an empty slot; see `VariantBank.load`."""
         self._bank.load(slot, variant.deltas, variant.raw, **ties(variant.manifest))
+        self._salts[slot] = variant.digest.encode()
 
     def check(self, variant: Any) -> None:
         """Raises ServingError, naming the tensor, if `load` would refuse the variant."""
-        self._bank.check(variant.deltas, variant.raw, **ties(variant.manifest))
+        self._bank.shape_of(variant.deltas, variant.raw, **ties(variant.manifest))
+
+    def slot_shape(self, manifests: Iterable[Manifest]) -> SlotShape:
+        """What a slot has to take for any of these variants; one that cannot be served adds nothing
+        (`check` says why).
+        """
+        shape = SlotShape()
+        for manifest in manifests:
+            with contextlib.suppress(ServingError):
+                shape = shape.merged(self._bank.shape_of(*outline(manifest), **ties(manifest)))
+        return shape
+
+    def slot_bytes(self, manifests: Iterable[Manifest]) -> int:
+        """Device bytes of a slot that takes any of these variants."""
+        return self.slot_shape(manifests).nbytes
+
+    def reserve(self, slots: int, shape: SlotShape) -> None:
+        """Allocates the slots; see `VariantBank.reserve`. For the loader thread."""
+        self._bank.reserve(slots, shape)
 
     def free(self, slot: int) -> None:
         """Empties a slot. Raises ServingError while a job still uses it."""
@@ -158,7 +187,7 @@ class Engine:
         self._check(job, slot)
         key = f"job-{next(self._ids)}"
         with self._lock:
-            self._records[key] = Record(job, slot, deliver)
+            self._records[key] = Record(job, slot, self._salts[slot], deliver)
         accepted = self._manager.add_request(
             list(job.tokens),
             request_id=key,
@@ -229,6 +258,10 @@ class Engine:
         self._manager.cancel_request(key)
 
     # On the engine's thread from here on.
+
+    def _salt_of(self, key: str) -> bytes | None:
+        record = self._records.get(key)
+        return None if record is None or record.fate is not None else record.salt
 
     def _on_prepare(self, requests_in_batch: list[Any], **rest: Any) -> None:
         self._prepare(requests_in_batch=requests_in_batch, **rest)

@@ -36,10 +36,11 @@ Deliver = Callable[[Token | End], None]
 class Record:
     """A job the engine thread works on."""
 
-    __slots__ = ("chooser", "deliver", "fate", "fresh", "job", "num_sent", "slot")
+    __slots__ = ("chooser", "deliver", "fate", "fresh", "job", "num_sent", "salt", "slot")
 
-    def __init__(self, job: Job, slot: int, deliver: Deliver) -> None:
-        self.job, self.slot, self.deliver = job, slot, deliver
+    def __init__(self, job: Job, slot: int, salt: bytes, deliver: Deliver) -> None:
+        """salt: the content digest of the weights in the slot."""
+        self.job, self.slot, self.salt, self.deliver = job, slot, salt, deliver
         self.chooser = Chooser(job.sampling)
         self.fresh: list[Token] = []  # chosen, not yet delivered
         self.num_sent = 0
@@ -71,4 +72,4 @@ class Generation(Ticket):
     engine_key: str | None = None  # once the engine has it
     cancelled: bool = False
     over: bool = False
-    first_token: bool = True
+    last_token: float | None = None  # when it came

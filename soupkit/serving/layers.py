@@ -3,9 +3,16 @@
 Every token of a batch has a slot (-1 = base). A module that some resident variant changed acts as
     y[t] = f(x[t]; W_base + delta[slot[t]])
 nn.Linear and nn.Embedding through the multi-variant kernel ops (`soupkit_kernels.op`), which read
-packed deltas from an arena of slots in each of them, any other token-wise leaf (norms) by running
-it per variant on that variant's rows. The slots of a batch are one object that the engine sets
-before each forward.
+packed deltas from an arena of slots in each of them, any other token-wise leaf (norms) with each
+row's own vectors, or by running it per variant on that variant's rows. The slots of a batch are one
+object that the engine sets before each forward.
+
+Slots are equal and allocated beforehand (`reserve`), so loading a variant changes no shape and no
+address. For a captured CUDA graph that is half of what a replay needs; the other half is that
+`set_batch` fill buffers of fixed addresses instead of making new ones (the rows of `Rows.index`,
+and a plan made on the device, `soupkit_kernels.plan.device_plan`, whose shapes follow from the
+number of rows and slots alone), and that no patch ask which slots are active: all of them would
+take the mixed way, in which empty slots act as the base.
 
 Tied parameters are one parameter: a delta of the embedding acts in a tied lm_head too. What cannot
 act per token is refused when the variant is loaded, with the tensor's name; nothing is left out
@@ -20,29 +27,29 @@ from torch import Tensor, nn
 
 from soupkit.bundle import Manifest
 from soupkit.errors import ServingError
+from soupkit.forms import MAX_PLANES
 from soupkit_kernels import Delta
+from soupkit_kernels.slots import Room, form_of
+from soupkit_kernels.triton_support import why_not
 
 from .patches import (
     BASE_SLOT,
     Batch,
-    DeltaPatch,
     EmbeddingPatch,
-    Entry,
     LinearPatch,
     Patch,
     Rows,
-    with_parameters,
 )
-from .probe import token_axes
+from .probe import token_wise
+from .shape import ModuleShape, SlotShape, WholeSpec
 
 
 class VariantBank:
     """The variants that live in one model.
 
-    `load`, `free` and `close` may run on any one thread while forwards run on another: a slot's
-    entries appear whole before any batch names the slot, and go after the last one did; the engine
-    keeps that. Where a layer's arena is too small a larger one takes its place, slots in use as
-    they were.
+    `reserve`, `load`, `free` and `close` may run on any one thread while forwards run on another: a
+    slot's content appears whole before any batch names the slot, and goes after the last one did;
+    the engine keeps that.
     """
 
     def __init__(self, model: nn.Module, *, vocab_size: int, head: nn.Module | None) -> None:
@@ -57,11 +64,10 @@ class VariantBank:
         self._model = model
         self._head = head
         self._device = next(model.parameters()).device
-        self._axes = token_axes(model, vocab_size=vocab_size)
+        self._token_wise = token_wise(model, vocab_size=vocab_size)
         self._patches: dict[str, Patch] = {}
-        self._occupied: set[int] = set()
-        # Of every arena: how many slots, and the most planes of any.
-        self._num_slots, self._planes = 0, 1
+        self._residents: dict[int, SlotShape] = {}
+        self._num_slots, self._shape, self._planes = 0, SlotShape(), 1
         # Owners of a parameter, several if it is tied: id -> (module name, local name).
         self._owners: dict[int, list[tuple[str, str]]] = {}
         self._parameters: dict[str, nn.Parameter] = {}
@@ -72,33 +78,41 @@ class VariantBank:
 
     @property
     def slots(self) -> frozenset[int]:
-        return frozenset(self._occupied)
+        """Those that hold a variant."""
+        return frozenset(self._residents)
+
+    @property
+    def num_slots(self) -> int:
+        return self._num_slots
+
+    @property
+    def shape(self) -> SlotShape:
+        """What each slot takes."""
+        return self._shape
 
     @property
     def arena_bytes(self) -> int:
-        """Device memory of all slots, free ones too; whole tensors of variants are not in it.
+        """Device memory of all slots, free ones too: their number times `shape.nbytes`.
 
-        It can exceed the bytes of the variants' deltas: the slots of a layer are as large as the
-        largest variant was there, there are up to a quarter more than were ever in use, a matrix's
-        one scale is repeated for its rows, and a tied delta lies in every owner's arena.
+        That exceeds the bytes of the variants' files: a slot has in each module room for the
+        largest form there, a matrix's one scale is repeated for its rows, and a tied tensor lies in
+        every owner.
         """
-        patches = list(self._patches.values())
-        arenas = [patch.arena for patch in patches if isinstance(patch, DeltaPatch)]
-        return sum(arena.data.nbytes for arena in arenas if arena is not None)
+        return sum(patch.nbytes for patch in self._patches.values())
 
     def set_batch(self, token_slots: Sequence[int], head_slots: Sequence[int]) -> None:
         """Declares whose rows the next forward computes: a slot for each token and each head row.
 
         Only the thread that runs the forwards may call it.
         """
-        active = tuple(sorted(set(token_slots) - {BASE_SLOT}))
+        active = frozenset(token_slots) - {BASE_SLOT}
         if not active:
             self.batch = None
             return
-        unknown = [slot for slot in active if slot not in self._occupied]
-        assert not unknown, f"slots {unknown} hold no variant"
+        unknown = active - self._residents.keys()
+        assert not unknown, f"slots {sorted(unknown)} hold no variant"
         tokens, heads = (
-            Rows(torch.tensor(slots, dtype=torch.int64), active, self._device, planes=self._planes)
+            Rows(torch.tensor(slots), tuple(active), self._device, planes=self._planes)
             for slots in (token_slots, head_slots)
         )
         self.batch = Batch(active, tokens, heads)
@@ -112,7 +126,7 @@ class VariantBank:
         own: frozenset[str] = frozenset(),
         tied: Mapping[str, str | None] | None = None,
     ) -> None:
-        """Installs a variant in an empty slot.
+        """Installs a variant in an empty slot, larger ones or more of them being made if need be.
 
         Args:
             slot: >= 0, not occupied.
@@ -125,49 +139,89 @@ class VariantBank:
         Raises:
             ServingError: a tensor has no place that acts per token; the model is left as it was.
         """
-        if slot in self._occupied or slot < 0:
+        if slot in self._residents or slot < 0:
             raise ValueError(f"slot {slot} is occupied or negative; free it first")
-        entries: dict[str, Entry] = {}
-        placed: dict[str, Delta] = {}
-        for module_name, local, value in self._resolve(deltas, raw, own, tied or {}):
-            if isinstance(value, Delta):
-                placed[module_name] = value
-            else:
-                like = self._parameters[_join(module_name, local)]
-                moved = value.to(device=like.device, dtype=like.dtype)
-                entries.setdefault(module_name, Entry()).raw[local] = moved
-        self._build_clones(entries)
+        places = self._resolve(deltas, raw, own, tied or {})
+        shape = self._shape_of(places)
+        if slot >= self._num_slots or not self._shape.takes(shape):
+            self.reserve(max(slot + 1, self._num_slots), self._shape.merged(shape))
+        packed = {name: value for name, _, value in places if isinstance(value, Delta)}
+        whole: dict[str, dict[str, Tensor]] = {}
+        for name, local, value in places:
+            if not isinstance(value, Delta):
+                whole.setdefault(name, {})[local] = value
         try:
-            self._reserve(slot, placed)
-            for module_name, delta in placed.items():
-                self._delta_patch(module_name).put(slot, delta)
-            for module_name, entry in entries.items():
-                self._patch(module_name).slots[slot] = entry
+            for name in shape.modules:
+                self._patches[name].put(slot, packed.get(name), whole.get(name, {}))
         except BaseException:
-            # No memory: what is written of the variant goes again.
+            # What is written of the variant goes again.
             self._clear(slot)
             raise
         if self._device.type == "cuda":
             # The copies above must have landed before any batch names the slot.
             torch.cuda.synchronize(self._device)
-        self._occupied.add(slot)
+        self._residents[slot] = shape
 
-    def _reserve(self, slot: int, deltas: Mapping[str, Delta]) -> None:
-        """Room for a slot in every arena, and for these deltas in theirs."""
-        if slot >= self._num_slots:
-            self._num_slots = max(slot + 1, self._num_slots * 5 // 4)
-        self._planes = max([self._planes, *(delta.planes for delta in deltas.values())])
-        for module_name in deltas:
-            self._patch(module_name)
-        for module_name, patch in self._patches.items():
-            if isinstance(patch, DeltaPatch):
-                patch.reserve(self._num_slots, deltas.get(module_name))
+    def reserve(self, slots: int, shape: SlotShape) -> None:
+        """Allocates so many slots of that shape, or makes those there anew, a module at a time.
+
+        Residents stay where they are; memory beside the old and the new slots is that of one
+        module's. After that `load` of what fits the shape allocates nothing.
+
+        Raises:
+            ValueError: a resident has no place there; nothing has changed.
+        """
+        lost = [s for s, held in self._residents.items() if s >= slots or not shape.takes(held)]
+        if lost:
+            raise ValueError(f"slots {sorted(lost)} hold variants that {slots} such slots lack")
+        # If memory runs out half-way, the slots that all modules have are as they were.
+        self._num_slots = min(slots, self._num_slots)
+        rooms = [module.room for module in shape.modules.values()]
+        self._planes = max([1, *(room.planes for room in rooms if room is not None)])
+        for name in self._patches.keys() - shape.modules.keys():
+            self._patches.pop(name).remove()
+        for name, module in shape.modules.items():
+            self._patch(name).resize(module, slots)
+        self._num_slots, self._shape = slots, shape
+
+    def shape_of(
+        self,
+        deltas: Mapping[str, Delta],
+        raw: Mapping[str, Tensor],
+        *,
+        own: frozenset[str] = frozenset(),
+        tied: Mapping[str, str | None] | None = None,
+    ) -> SlotShape:
+        """What a slot needs for a variant, whose tensors may be on the meta device.
+
+        Raises:
+            ServingError: as `load`.
+        """
+        return self._shape_of(self._resolve(deltas, raw, own, tied or {}))
+
+    def _shape_of(self, places: Sequence[tuple[str, str, Delta | Tensor]]) -> SlotShape:
+        found = SlotShape()
+        for name, local, value in places:
+            parameter = self._parameters[_join(name, local)]
+            if isinstance(value, Delta):
+                # More planes may come later: as many as a bundle can have.
+                refusal = why_not(parameter.device, parameter.dtype, value.in_features, MAX_PLANES)
+                room = Room(
+                    value.out_features, value.in_features, parameter.dtype, refusal is None,
+                    frozenset({form_of(value)}),
+                )  # fmt: skip
+                module = ModuleShape(room)
+            else:
+                spec = WholeSpec(tuple(parameter.shape), parameter.dtype)
+                module = ModuleShape(None, {local: spec})
+            found = found.merged(SlotShape({name: module}))
+        return found
 
     def free(self, slot: int) -> None:
         """Empties a slot that no batch names any more."""
-        if slot not in self._occupied:
+        if slot not in self._residents:
             raise ValueError(f"slot {slot} is empty")
-        self._occupied.discard(slot)
+        del self._residents[slot]
         self._clear(slot)
 
     def _clear(self, slot: int) -> None:
@@ -179,19 +233,9 @@ class VariantBank:
         for patch in self._patches.values():
             patch.remove()
         self._patches.clear()
-        self._occupied.clear()
+        self._residents.clear()
+        self._num_slots, self._shape = 0, SlotShape()
         self.batch = None
-
-    def check(
-        self,
-        deltas: Mapping[str, Delta],
-        raw: Mapping[str, Tensor],
-        *,
-        own: frozenset[str] = frozenset(),
-        tied: Mapping[str, str | None] | None = None,
-    ) -> None:
-        """Raises what `load` would raise about the tensors; changes and copies nothing."""
-        self._resolve(deltas, raw, own, tied or {})
 
     def _resolve(
         self,
@@ -241,7 +285,7 @@ class VariantBank:
             if _join(module_name, local) == found or _join(module_name, local) not in own
         ]
         for module_name, local in places:
-            if module_name not in self._axes:
+            if module_name not in self._token_wise:
                 kind = type(self._model.get_submodule(module_name)).__name__
                 raise ServingError(
                     f"tensor {name!r}: its module {module_name!r} ({kind}) does not act on every "
@@ -270,18 +314,6 @@ class VariantBank:
                 "another vocabulary cannot share a batch: serve the restored model instead"
             )
 
-    def _build_clones(self, entries: dict[str, Entry]) -> None:
-        for module_name, entry in entries.items():
-            module = self._model.get_submodule(module_name)
-            bias_is_enough = type(module) is nn.Linear and "weight" not in entry.raw
-            if entry.raw and not bias_is_enough:
-                entry.clone = with_parameters(module, entry.raw)
-
-    def _delta_patch(self, module_name: str) -> DeltaPatch:
-        patch = self._patch(module_name)
-        assert isinstance(patch, DeltaPatch)
-        return patch
-
     def _patch(self, module_name: str) -> Patch:
         patch = self._patches.get(module_name)
         if patch is None:
@@ -291,8 +323,9 @@ class VariantBank:
                 kind = LinearPatch
             elif isinstance(module, nn.Embedding):
                 kind = EmbeddingPatch
+            axis, takes_vectors = self._token_wise[module_name]
             patch = self._patches[module_name] = kind(
-                self, module, self._axes[module_name], is_head=module is self._head
+                self, module, axis, is_head=module is self._head, takes_vectors=takes_vectors
             )
             patch.install()
         return patch

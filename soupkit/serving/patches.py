@@ -2,13 +2,12 @@
 
 Every row of a batch has a slot (-1 = base); a patched module acts as y[t] = f(x[t]; W_base +
 delta[slot[t]]). The packed deltas of a linear or an embedding lie in one arena, slot by slot; a
-slot that holds none there acts as the base. Whole tensors (norms, biases) lie beside it, in
-`Entry`.
+slot that holds none there acts as the base. Whole tensors (norms, biases) lie in tables beside it
+(whole.py).
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,9 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soupkit.errors import ServingError
-from soupkit.forms import MAX_PLANES
 from soupkit_kernels import Delta, DeltaArena, Plan, delta_embedding, delta_linear, plan_of
-from soupkit_kernels.triton_support import why_not
+from soupkit_kernels.arena import arena_for
+from soupkit_kernels.slots import Room
+
+from .shape import ModuleShape
+from .whole import WholeTensors, with_parameters
 
 BASE_SLOT = -1
 
@@ -33,24 +35,26 @@ class Rows:
         self._slots = slots  # [rows] int64 on the CPU
         self._device = device
         self._num_slots, self._planes = max(active) + 1, planes
-        self._indices: dict[tuple[int, ...], Tensor] = {}
+        self._count = slots.numel()
+        self._index: Tensor | None = None
         self._members: dict[int, Tensor] = {}
         self._plans: dict[tuple[int, ...], Plan] = {}
-        # Those that kernels of this batch may read though another has taken their place.
+        # Those that kernels of this batch may still read on a GPU when another takes their place.
         self._arenas: set[DeltaArena] = set()
         self.uniform = active[0] if len(active) == 1 and bool((slots == active[0]).all()) else None
 
     def __len__(self) -> int:
-        return self._slots.numel()
+        return self._count
 
     def step(self, arena: DeltaArena, lead: torch.Size, axis: int) -> Plan:
         """The plan for inputs of shape [*lead, features], the rows lying along `axis`.
 
-        One serves all layers of the batch. The arena lives until the next batch.
+        One serves all layers of the batch. On a GPU the arena lives until the next batch.
         """
-        self._arenas.add(arena)
+        if arena.is_lane:
+            self._arenas.add(arena)
         # On a GPU some layers may not be able to take the Triton kernels.
-        key = (arena.is_lane, *(() if lead.numel() == len(self) else (axis, *lead)))
+        key = (arena.is_lane, *(() if lead.numel() == self._count else (axis, *lead)))
         found = self._plans.get(key)
         if found is None or found.planes < arena.planes:
             self._planes = max(self._planes, arena.planes)
@@ -63,15 +67,12 @@ class Rows:
             )
         return found
 
-    def index(self, order: tuple[int, ...]) -> Tensor:
-        """[rows] int64 on the device: where in `order` each row's slot is; -1 = nowhere."""
-        found = self._indices.get(order)
-        if found is None:
-            local = torch.full_like(self._slots, -1)
-            for position, slot in enumerate(order):
-                local[self._slots == slot] = position
-            found = self._indices[order] = local.to(self._device)
-        return found
+    @property
+    def index(self) -> Tensor:
+        """[rows] int64 on the device: slot + 1, 0 the base, as the tables of vectors have it."""
+        if self._index is None:
+            self._index = (self._slots + 1).to(self._device)
+        return self._index
 
     def members(self, slot: int) -> Tensor:
         """[n] int64 on the device: the rows of one slot."""
@@ -85,7 +86,7 @@ class Rows:
 class Batch:
     """The slots of one forward pass; valid until the engine sets the next one."""
 
-    active: tuple[int, ...]  # distinct slots except the base's, ascending
+    active: frozenset[int]  # slots that are in it, except the base's
     tokens: Rows
     heads: Rows
 
@@ -101,15 +102,6 @@ class Batch:
         )
 
 
-@dataclass(slots=True)
-class Entry:
-    """The whole tensors that one variant has in one module."""
-
-    raw: dict[str, Tensor] = field(default_factory=dict)  # local parameter name -> whole tensor
-    # The module with its raw parameters in place, where rows run through it.
-    clone: nn.Module | None = None
-
-
 class HoldsBatch(Protocol):
     """Whoever knows the batch of the forward that is running; None = base rows only."""
 
@@ -119,9 +111,20 @@ class HoldsBatch(Protocol):
 class Patch:
     """One module of the model that acts per slot; `module.forward` while it is installed."""
 
-    def __init__(self, bank: HoldsBatch, module: nn.Module, axis: int, *, is_head: bool) -> None:
+    def __init__(
+        self,
+        bank: HoldsBatch,
+        module: nn.Module,
+        axis: int,
+        *,
+        is_head: bool,
+        takes_vectors: bool = False,
+    ) -> None:
+        """takes_vectors: whether its parameters may be vectors of each row (whole.py asks)."""
         self.module, self.axis, self.is_head = module, axis, is_head
-        self.slots: dict[int, Entry] = {}
+        self.whole = WholeTensors(module, {}, 0)
+        self._takes_vectors = takes_vectors
+        self._changed: frozenset[int] = frozenset()  # slots that differ from the base here
         self._bank = bank
         self._own: Callable[..., Any] | None = module.__dict__.get("forward")
         self.original: Callable[..., Any] = module.forward
@@ -135,93 +138,112 @@ class Patch:
         else:
             self.module.forward = self._own
 
-    def changes(self, slot: int) -> bool:
-        """Whether a slot differs from the base here."""
-        return slot in self.slots
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its slots."""
+        return self.whole.nbytes
+
+    def resize(self, shape: ModuleShape, slots: int) -> None:
+        """So many slots of that shape; what is in them stays and must fit.
+
+        Memory of both, of this module only, is there at once. A forward that runs meanwhile reads
+        the old or the new.
+        """
+        if (self.whole.specs, self.whole.slots) != (shape.whole, slots):
+            whole = self.whole.resized(shape.whole, slots)
+            self._wait_for_copies()
+            self.whole = whole
+
+    def put(self, slot: int, delta: Delta | None, whole: Mapping[str, Tensor]) -> None:
+        """Write what a variant has here into an empty slot that is large enough."""
+        self.whole.put(slot, whole)
+        self._changed |= {slot}
 
     def clear(self, slot: int) -> None:
         """Forget a slot that no batch names."""
-        self.slots.pop(slot, None)
+        self._changed -= {slot}
+        self.whole.clear(slot)
 
     def __call__(self, x: Tensor) -> Tensor:
         batch = self._bank.batch
-        if batch is None:
+        if batch is None or self._changed.isdisjoint(batch.active):
             out: Tensor = self.original(x)
             return out
-        active = [slot for slot in batch.active if self.changes(slot)]
-        if not active:
-            return self.original(x)  # type: ignore[no-any-return]  # as the line above
-        return self.act(x, batch.rows(x.shape[self.axis], is_head=self.is_head), active)
+        rows = batch.rows(x.shape[self.axis], is_head=self.is_head)
+        return self.act(x, rows, batch.active)
 
-    def act(self, x: Tensor, rows: Rows, active: list[int]) -> Tensor:
+    def act(self, x: Tensor, rows: Rows, active: frozenset[int]) -> Tensor:
         """The module on a batch in which at least one row belongs to a variant that changes it."""
+        out: Tensor
         if rows.uniform is not None:
-            clone = self.slots[rows.uniform].clone
-            assert clone is not None
-            return clone(x)  # type: ignore[no-any-return]  # nn.Module's call is untyped
-        out: Tensor = self.original(x)
-        return self._through_clones(x, out, rows, active)
+            out = self.whole.clone(rows.uniform).forward(x)
+        elif self._takes_vectors:
+            out = self.whole.mixed(rows.index, x.ndim, self.axis).forward(x)
+        else:
+            out = self._through_clones(x, self.original(x), rows, active)
+        return out
 
-    def _through_clones(self, x: Tensor, out: Tensor, rows: Rows, slots: list[int]) -> Tensor:
-        for slot in slots:
-            clone = self.slots[slot].clone if slot in self.slots else None
+    def _through_clones(
+        self, x: Tensor, out: Tensor, rows: Rows, slots: frozenset[int], name: str | None = None
+    ) -> Tensor:
+        """`out`, with the rows of each slot that holds something (or `name`) run on their own."""
+        whole = self.whole
+        for slot in sorted(slots):
+            held = whole.held.get(slot, ())
             members = rows.members(slot)
-            if clone is not None and members.numel():
-                part = clone(x.index_select(self.axis, members))
+            if members.numel() and (name in held if name else held):
+                part = whole.clone(slot).forward(x.index_select(self.axis, members))
                 out = out.index_copy(self.axis, members, part)
         return out
+
+    def _wait_for_copies(self) -> None:
+        device = next(self.module.parameters()).device
+        if device.type == "cuda":
+            # Forwards run on a stream of their own: what was copied must be there before they look.
+            torch.cuda.synchronize(device)
 
 
 class DeltaPatch(Patch):
     """A module with a weight [out, in] that packed deltas act on."""
 
     module: nn.Linear | nn.Embedding
-    # None until the first delta. A larger one takes its place while a forward reads the old one.
+    # None where no variant has one. Another takes its place while a forward reads the old one.
     arena: DeltaArena | None = None
+    _room: Room | None = None
+    _with_delta: frozenset[int] = frozenset()
 
-    def changes(self, slot: int) -> bool:
-        return super().changes(slot) or self._has_delta(self.arena, slot)
+    @property
+    def nbytes(self) -> int:
+        return self.whole.nbytes + (0 if self.arena is None else self.arena.data.nbytes)
+
+    def resize(self, shape: ModuleShape, slots: int) -> None:
+        super().resize(shape, slots)
+        arena, room = self.arena, shape.room
+        if room is None:
+            arena = None
+        elif arena is None:
+            arena = arena_for(room, slots=slots, device=self.module.weight.device)
+        elif (arena.slots, self._room) != (slots, room):
+            arena = arena.resized(slots, room)
+        self._wait_for_copies()
+        self.arena, self._room = arena, room
+
+    def put(self, slot: int, delta: Delta | None, whole: Mapping[str, Tensor]) -> None:
+        if delta is not None:
+            assert self.arena is not None
+            self.arena.put(slot, delta)
+            self._with_delta |= {slot}
+        super().put(slot, delta, whole)
 
     def clear(self, slot: int) -> None:
         super().clear(slot)
-        if self.arena is not None and self._has_delta(self.arena, slot):
+        self._with_delta -= {slot}
+        if self.arena is not None and slot < self.arena.slots and not self.arena.is_empty(slot):
             self.arena.clear(slot)
 
-    def put(self, slot: int, delta: Delta) -> None:
-        """Write a delta into a slot of the arena, which has it and is large enough."""
-        assert self.arena is not None
-        self.arena.put(slot, delta)
-
-    def reserve(self, slots: int, like: Delta | None) -> None:
-        """Make sure of an arena of so many slots that takes a delta such as `like`, if any."""
-        arena, weight = self.arena, self.module.weight
-        if arena is None and like is not None:
-            # More planes may come later: as many as a bundle can have.
-            refusal = why_not(weight.device, weight.dtype, like.in_features, MAX_PLANES)
-            nothing = DeltaArena(
-                like.out_features, like.in_features, slots=0, slot_bytes=0, planes=0,
-                has_columns=False, rank=0, dtype=weight.dtype, device=weight.device,
-                is_lane=refusal is None,
-            )  # fmt: skip
-            larger = nothing.grown(slots=slots, like=like)
-        elif arena is not None and (
-            arena.slots < slots or (like is not None and not arena.takes(like))
-        ):
-            larger = arena.grown(slots=slots, like=like)
-        else:
-            return
-        if weight.device.type == "cuda":
-            # Forwards run on a stream of their own: what was copied must be there before they look.
-            torch.cuda.synchronize(weight.device)
-        self.arena = larger
-
-    def _has_delta(self, arena: DeltaArena | None, slot: int) -> bool:
-        return arena is not None and slot < arena.slots and not arena.is_empty(slot)
-
-    def _any_delta(self, active: list[int]) -> DeltaArena | None:
+    def _arena_of(self, active: frozenset[int]) -> DeltaArena | None:
         """The arena, if one of these slots holds something there."""
-        arena = self.arena
-        return arena if any(self._has_delta(arena, slot) for slot in active) else None
+        return None if self._with_delta.isdisjoint(active) else self.arena
 
 
 class LinearPatch(DeltaPatch):
@@ -229,20 +251,23 @@ class LinearPatch(DeltaPatch):
 
     module: nn.Linear
 
-    def act(self, x: Tensor, rows: Rows, active: list[int]) -> Tensor:
-        biased = tuple(s for s in active if s in self.slots and "bias" in self.slots[s].raw)
-        base_bias = None if biased else self.module.bias
-        weight, arena = self.module.weight, self._any_delta(active)
+    def act(self, x: Tensor, rows: Rows, active: frozenset[int]) -> Tensor:
+        whole, weight = self.whole, self.module.weight
+        bias: Tensor | None = self.module.bias
+        own_biases = "bias" in whole.specs
+        if own_biases:
+            # All rows of one variant: its own bias; else each row's is added after.
+            bias = None if rows.uniform is None else whole.own(rows.uniform, "bias")
+        arena = self._arena_of(active)
         if arena is not None:
-            step = rows.step(arena, x.shape[:-1], self.axis)
-            out = delta_linear(x, weight, arena, step, base_bias)
+            out = delta_linear(x, weight, arena, rows.step(arena, x.shape[:-1], self.axis), bias)
         else:
-            out = F.linear(x, weight, base_bias)
-        if biased:
-            table = torch.stack([self.slots[s].raw["bias"] for s in biased] + [self.module.bias])
-            # Index -1, the base, reads the last row.
-            out = out + table[spread(rows.index(biased), x.shape[:-1], self.axis)]
-        return self._through_clones(x, out, rows, active)
+            out = F.linear(x, weight, bias)
+        if own_biases and bias is None:
+            out = out + whole.vectors("bias", rows.index, x.ndim, self.axis)
+        if "weight" in whole.specs:
+            out = self._through_clones(x, out, rows, active, "weight")
+        return out
 
 
 class EmbeddingPatch(DeltaPatch):
@@ -250,8 +275,8 @@ class EmbeddingPatch(DeltaPatch):
 
     module: nn.Embedding
 
-    def act(self, x: Tensor, rows: Rows, active: list[int]) -> Tensor:
-        arena = self._any_delta(active)
+    def act(self, x: Tensor, rows: Rows, active: frozenset[int]) -> Tensor:
+        arena = self._arena_of(active)
         if arena is None:
             out: Tensor = self.original(x)
         else:
@@ -276,11 +301,3 @@ def spread(rows: Tensor, lead: torch.Size, axis: int) -> Tensor:
     shape = [1] * len(lead)
     shape[axis] = -1
     return rows.view(shape).expand(lead)
-
-
-def with_parameters(module: nn.Module, parameters: Mapping[str, Tensor]) -> Any:
-    """A shallow copy of a leaf module with some parameters replaced; everything else is shared."""
-    clone = copy.copy(module)
-    clone.__dict__.pop("forward", None)
-    clone.__dict__["_parameters"] = {**module._parameters, **parameters}
-    return clone

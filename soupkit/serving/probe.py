@@ -8,10 +8,12 @@ only some rows.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from .whole import takes_vectors_per_token
 
 # The axis whose size follows these lengths is the token axis, whatever the model's own sizes are.
 LENGTHS = (11, 13)
@@ -27,8 +29,15 @@ class Seen:
     calls: int
 
 
-def token_axes(model: nn.Module, *, vocab_size: int) -> dict[str, int]:
-    """Maps the name of every token-wise leaf module to the axis of its input that holds the tokens.
+class TokenWise(NamedTuple):
+    """A module that acts on every token alone."""
+
+    axis: int  # of its input, that holds the tokens
+    takes_vectors: bool = False  # its parameters may be vectors of each token (whole.py)
+
+
+def token_wise(model: nn.Module, *, vocab_size: int) -> dict[str, TokenWise]:
+    """Maps the name of every token-wise leaf module to how it can be used.
 
     Args:
         model: a causal language model in eval mode; it runs twice on a dozen tokens and is left as
@@ -41,7 +50,7 @@ def token_axes(model: nn.Module, *, vocab_size: int) -> dict[str, int]:
     """
     short, long = (_watch(model, length, vocab_size) for length in LENGTHS)
     modules = dict(model.named_modules())
-    axes: dict[str, int] = {}
+    found: dict[str, TokenWise] = {}
     for name, first in short.items():
         second = long.get(name)
         if second is None or first.calls != 1 or second.calls != 1:
@@ -52,11 +61,11 @@ def token_axes(model: nn.Module, *, vocab_size: int) -> dict[str, int]:
         if _following_axis(first.output, second.output) != axis:
             continue
         module = modules[name]
-        if isinstance(module, nn.Linear | nn.Embedding) or _rows_are_independent(
-            module, second, axis
-        ):
-            axes[name] = axis
-    return axes
+        if isinstance(module, nn.Linear | nn.Embedding):
+            found[name] = TokenWise(axis)
+        elif _rows_are_independent(module, second, axis):
+            found[name] = TokenWise(axis, takes_vectors_per_token(module, second.inputs, axis))
+    return found
 
 
 @torch.no_grad()
