@@ -9,7 +9,7 @@ import httpx
 import pytest
 from serving_kit import CONTEXT, WAIT, make_family, serving
 
-from soupkit.serving.app import MAX_BODY_BYTES
+from soupkit.serving.gate import MAX_BODY_BYTES
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from .jobs import End, Generation, Job
 from .openai import ApiError, Body, Text, unknown_model
 from .sampling import Sampling
 from .service import Service
-from .states import Phase
+from .states import NotServed
 
 DEFAULT_DEADLINE_SECONDS = 30.0
 # After the deadline only the engine's current step and a read from the disk are still to end.
@@ -76,7 +76,7 @@ class Admin:
             try:
                 await self._make_resident(ref)
                 if body.pinned is not None:
-                    self._pin(name, body.pinned)
+                    self._pin(ref, pinned=body.pinned)
             except BaseException:
                 if was_hidden:
                     self._hide(name)
@@ -86,7 +86,7 @@ class Admin:
                 "id": name,
                 "digest": ref.digest,
                 "phase": service.router.phase(ref.digest).value,
-                "pinned": name in service.pinned,
+                "pinned": service.router.stats()[ref.digest].pinned,
                 "bytes": service.held_bytes(ref.digest),
                 "seconds": round(time.monotonic() - began, 6),
             }
@@ -109,7 +109,7 @@ class Admin:
                 if twin.digest == ref.digest and other != name
             ]
             self._hide(name)
-            ended = await self._drain(ref, name, shared=bool(others), seconds=body.deadline_seconds)
+            ended = await self._drain(ref, shared=bool(others), seconds=body.deadline_seconds)
             left = service.held_bytes(ref.digest)
             return {
                 "object": "variant.unloaded",
@@ -166,35 +166,42 @@ class Admin:
             assert isinstance(event, ServingError)
             raise event
 
-    def _pin(self, name: str, pinned: bool) -> None:
-        (self._service.pinned.add if pinned else self._service.pinned.discard)(name)
-        self._service.follow_family()
+    def _pin(self, ref: VariantRef, *, pinned: bool) -> None:
+        service = self._service
+        (service.pinned.add if pinned else service.pinned.discard)(ref.name)
+        service.follow_family()
+        if pinned and not service.router.stats()[ref.digest].pinned:
+            service.pinned.discard(ref.name)
+            service.follow_family()
+            message = (
+                f"pinned: of {service.router.cache.num_slots} slots one is for those that are not; "
+                "let another variant go or raise --cache-bytes"
+            )
+            raise ApiError(400, message, param="pinned")
 
     def _hide(self, name: str) -> None:
         self._service.catalog.hide(name)
         self._service.pinned.discard(name)
         self._service.follow_family()
 
-    async def _drain(self, ref: VariantRef, name: str, *, shared: bool, seconds: float) -> int:
-        """Waits until nobody uses the name and nothing holds it; how many requests were ended."""
+    async def _drain(self, ref: VariantRef, *, shared: bool, seconds: float) -> int:
+        """Waits until nobody uses the name and no tier holds it; how many requests were ended."""
         service, began, ended = self._service, time.monotonic(), 0
 
-        def mine() -> list[Generation]:
-            return [one for one in service.open_of(ref.digest) if one.model == name]
+        def open_ones() -> list[Generation]:
+            return [one for one in service.open_of(ref.digest) if one.model == ref.name]
 
-        while mine() or not (shared or service.router.phase(ref.digest) in _GONE):
+        while open_ones() or not (shared or ref.digest not in service.router.stats()):
             past = time.monotonic() - began
-            if past >= seconds:
-                for generation in mine():
-                    ended += not generation.cancelled
-                    error = ServingError(f"the model {name!r} was unloaded before this was done")
-                    service.abort(generation, error)
+            if past >= seconds and not ended:
+                ended = len(open_ones())
+                if shared:
+                    for generation in open_ones():
+                        service.abort(generation, NotServed("the variant was unloaded"))
+                else:
+                    service.router.unload(ref.digest, deadline_seconds=0.0)
             if past >= seconds + LAST_SECONDS:
-                message = f"{name!r} is hidden, but still in use; its memory is freed at its end"
+                message = f"{ref.name!r} is hidden, but still in use; it is freed when that ends"
                 raise ApiError(503, message, code="unload_pending")
             await asyncio.sleep(_LOOK_SECONDS)
-            service.router.tick()
         return ended
-
-
-_GONE = (Phase.DISK, Phase.FAILED)

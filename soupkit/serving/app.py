@@ -1,27 +1,41 @@
 """The HTTP application: FastAPI routes that delegate, answers sent whole or streamed, errors."""
 
 import asyncio
-import hashlib
-import hmac
 import json
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Security
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.datastructures import Headers
+from fastapi.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from soupkit.errors import ServingError
+from soupkit.version import __version__
 
 from .admin import Admin, LoadRequest, UnloadRequest
 from .answers import Answer, unavailable
-from .catalog import Unloaded
+from .bodies import (
+    ChatCompletion,
+    Completion,
+    LoadedVariant,
+    ModelCard,
+    ModelList,
+    State,
+    UnloadedVariant,
+    answer,
+    errors,
+)
+from .gate import LOAD_PATH, UNLOAD_PATH, Gate, error_response
 from .metrics import CONTENT_TYPE
 from .openai import (
     ApiError,
@@ -33,12 +47,10 @@ from .openai import (
 )
 from .prepare import chat_answer, completion_answer
 from .service import Service
-from .states import QueueFull, VariantUnavailable
+from .states import NotServed, QueueFull, VariantUnavailable
+from .status import overview
+from .status_page import PAGE, PAGE_HEADERS
 
-# Room for the longest prompts of a few contexts; parsing more would delay everyone.
-MAX_BODY_BYTES = 8 << 20
-LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-ADMIN_PATHS = frozenset({LOAD_PATH, UNLOAD_PATH})
 T = TypeVar("T")
 
 
@@ -64,102 +76,69 @@ def create_app(
         finally:
             await service.stop()
 
-    app = FastAPI(title="soupkit", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="soupkit",
+        version=__version__,
+        description="A base and its variants in OpenAI's shapes; a model id is a variant's name.",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
     _add_errors(app)
     app.add_middleware(Gate, keys=keys, admin_keys=admin_keys)
     _add_status(app, service)
-    _add_models(app, service, created=int(time.time()))
-    _add_admin(app, Admin(service))
-
-    @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await _respond(service, request, body, await completion_answer(service, body))
-
-    @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        return await _respond(service, request, body, await chat_answer(service, body))
-
+    # Only documents that a key is asked for: the gate asks.
+    asks, admin_asks = (
+        [Security(HTTPBearer(auto_error=False))] if k else [] for k in (keys, admin_keys)
+    )
+    _add_models(app, service, created=int(time.time()), asks=asks)
+    _add_completions(app, service, asks=asks)
+    _add_admin(app, Admin(service), asks=admin_asks)
     return app
 
 
-class Gate:
-    """What every request passes first: a key under /v1 where keys are set, and a bounded body.
-
-    The routes of the administrator ask for a key of their own, and are closed without one. Plain
-    ASGI, as Starlette's own base class would send every answer through one more task.
-    """
-
-    def __init__(self, app: ASGIApp, *, keys: Sequence[str], admin_keys: Sequence[str]) -> None:
-        self._app = app
-        self._digests, self._admin_digests = _digests(keys), _digests(admin_keys)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        refusal = self._refusal(scope)
-        if refusal is not None:
-            return await _error(refusal)(scope, receive, send)
-        num_bytes = 0
-
-        async def receive_bounded() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > MAX_BODY_BYTES:
-                raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-            return message
-
-        return await self._app(scope, receive_bounded, send)
-
-    def _refusal(self, scope: Scope) -> ApiError | None:
-        """Why a request may not pass, if it may not."""
-        if scope["path"] in ADMIN_PATHS:
-            if not self._admin_digests:
-                message = "this server takes no changes; start it with --admin-key-file"
-                return ApiError(403, message, code="admin_disabled")
-            if not _has_key(scope, self._admin_digests):
-                return ApiError(401, "the admin key is needed", code="invalid_api_key")
-            return None
-        asks = self._digests and scope["path"].startswith("/v1/")
-        if asks and not _has_key(scope, self._digests):
-            return ApiError(401, "a valid API key is needed", code="invalid_api_key")
-        return None
-
-
-def _digests(keys: Sequence[str]) -> list[bytes]:
-    return [hashlib.sha256(key.encode()).digest() for key in keys]
-
-
-def _has_key(scope: Scope, digests: list[bytes]) -> bool:
-    scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-    # Digests are of one length, and all are compared: the time tells nothing about a key.
-    given = hashlib.sha256(key.encode()).digest()
-    fits = [hmac.compare_digest(given, digest) for digest in digests]
-    return scheme.lower() == "bearer" and any(fits)
-
-
 def _add_status(app: FastAPI, service: Service) -> None:
-    @app.get("/health")
+    @app.get("/health", response_model=State)
     async def health() -> dict[str, str]:
+        """Whether the process lives."""
         return {"status": "alive"}
 
-    @app.get("/ready")
+    @app.get("/ready", response_model=State, responses={503: {"model": State}})
     async def ready() -> Response:
+        """Whether it can generate."""
         state = "ready" if service.ready else "cannot generate"
         return JSONResponse({"status": state}, 200 if service.ready else 503)
 
-    @app.get("/metrics")
+    @app.get("/", response_class=HTMLResponse)
+    async def page() -> Response:
+        """The status page, for people."""
+        return HTMLResponse(PAGE, headers=PAGE_HEADERS)
+
+    @app.get("/status", response_model=None)
+    async def status() -> dict[str, Any]:
+        """What the status page shows; its fields may change with any version."""
+        return overview(service)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
+        """What Prometheus reads."""
         return Response(service.render_metrics(), media_type=CONTENT_TYPE)
 
 
-def _add_models(app: FastAPI, service: Service, *, created: int) -> None:
-    @app.get("/v1/models")
+def _add_models(app: FastAPI, service: Service, *, created: int, asks: list[Any]) -> None:
+    @app.get("/v1/models", response_model=ModelList, dependencies=asks, responses=errors(401))
     async def models() -> dict[str, Any]:
+        """The base and the variants that are served."""
         return model_list(service.names(), created=created)
 
-    @app.get("/v1/models/{model}")
+    @app.get(
+        "/v1/models/{model}",
+        response_model=ModelCard,
+        dependencies=asks,
+        responses=errors(401, 404),
+    )
     async def model(model: str) -> Any:
+        """One of them."""
         names = service.names()
         listed = model_list(names, created=created)["data"]
         found = next((entry for entry in listed if entry["id"] == model), None)
@@ -168,13 +147,44 @@ def _add_models(app: FastAPI, service: Service, *, created: int) -> None:
         return found
 
 
-def _add_admin(app: FastAPI, admin: Admin) -> None:
-    @app.post(LOAD_PATH)
+def _add_completions(app: FastAPI, service: Service, *, asks: list[Any]) -> None:
+    faults = errors(400, 401, 404, 413, 429, 500, 503)
+
+    @app.post(
+        "/v1/completions",
+        dependencies=asks,
+        responses={200: answer(Completion, events=True), **faults},
+    )
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continues prompts, as text or as token ids."""
+        return await _respond(service, request, body, await completion_answer(service, body))
+
+    @app.post(
+        "/v1/chat/completions",
+        dependencies=asks,
+        responses={200: answer(ChatCompletion, events=True), **faults},
+    )
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        """Answers messages, written as the model's chat template says."""
+        return await _respond(service, request, body, await chat_answer(service, body))
+
+
+def _add_admin(app: FastAPI, admin: Admin, *, asks: list[Any]) -> None:
+    faults = errors(400, 401, 403, 404, 413, 503)
+
+    @app.post(
+        LOAD_PATH,
+        response_model=LoadedVariant,
+        dependencies=asks,
+        responses=faults | errors(429),
+    )
     async def load(body: LoadRequest, request: Request) -> dict[str, Any]:
+        """Makes a variant of the family resident, and serves it again if it was unloaded."""
         return await _while_connected(request, admin.load(body))
 
-    @app.post(UNLOAD_PATH)
+    @app.post(UNLOAD_PATH, response_model=UnloadedVariant, dependencies=asks, responses=faults)
     async def unload(body: UnloadRequest) -> dict[str, Any]:
+        """Serves a variant no more, and frees its memory once its open requests have ended."""
         return await admin.unload(body)
 
 
@@ -244,14 +254,14 @@ def _add_errors(app: FastAPI) -> None:
     """Every error leaves in OpenAI's body."""
 
     async def api_error(_: Request, error: Exception) -> Response:
-        return _error(_as_api_error(error))
+        return error_response(_as_api_error(error))
 
     for kind in (ApiError, RequestValidationError, HTTPException, ServingError):
         app.add_exception_handler(kind, api_error)
 
     async def fault(_: Request, __: Exception) -> Response:
         # The trace goes to the log; what it says is nothing for a client.
-        return _error(ApiError(500, "internal error", code="internal_error"))
+        return error_response(ApiError(500, "internal error", code="internal_error"))
 
     app.add_exception_handler(Exception, fault)
 
@@ -267,18 +277,11 @@ def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, RequestValidationError):
         return field_error(list(error.errors()))
     if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail))
+        return ApiError(error.status_code, str(error.detail), headers=error.headers)
     if isinstance(error, QueueFull):
         return ApiError(429, str(error), code="queue_full", retry_seconds=1)
     if isinstance(error, VariantUnavailable):
         return unavailable(error)
-    if isinstance(error, Unloaded):
+    if isinstance(error, NotServed):
         return ApiError(404, str(error), param="model", code="model_not_found")
     return ApiError(503, str(error), code="unavailable")
-
-
-def _error(error: ApiError) -> Response:
-    headers = {}
-    if error.retry_seconds is not None:
-        headers["Retry-After"] = str(max(1, math.ceil(error.retry_seconds)))
-    return JSONResponse(error.body, error.status, headers)

@@ -10,13 +10,9 @@ import logging
 from pathlib import Path
 
 from soupkit.bundle import Family, LoadedVariant, VariantRef, open_family, open_variant
-from soupkit.errors import BundleError, ServingError
+from soupkit.errors import BundleError
 
 logger = logging.getLogger(__name__)
-
-
-class Unloaded(ServingError):
-    """A variant was unloaded between a request's arrival and its turn."""
 
 
 class Catalog:

@@ -4,7 +4,8 @@ A field that is not supported is refused by name unless it says what happens any
 field is refused too. Beyond OpenAI's own: `top_k` and `ignore_eos`, as vLLM and others name them.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -41,9 +42,11 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_seconds: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.param, self.code, self.retry_seconds = status, param, code, retry_seconds
+        self.headers = headers or {}
 
     @property
     def body(self) -> dict[str, Any]:
@@ -60,6 +63,13 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+def _only_neutral(schema: dict[str, Any], model: Any) -> None:
+    """Writes into a body's schema that of some fields only the neutral values pass."""
+    for name, values in model.NEUTRAL.items():
+        told = "No other value is supported."
+        schema["properties"][name] = {"enum": list(values), "description": told}
+
+
 class StreamOptions(Body):
     """What a streaming client asks for beside the text."""
 
@@ -68,6 +78,14 @@ class StreamOptions(Body):
 
 class _Request(Body):
     """What both kinds of completion share."""
+
+    model_config = ConfigDict(json_schema_extra=_only_neutral)
+    # Field -> the values of it that ask for nothing.
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "frequency_penalty": (None, 0.0),
+        "presence_penalty": (None, 0.0),
+        "logit_bias": (None, {}),
+    }
 
     model: Text
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -114,13 +132,7 @@ class _Request(Body):
 
     def refuse_unsupported(self) -> None:
         """Raises ApiError naming the first field that asks for what this server does not do."""
-        neutral: dict[str, tuple[Any, ...]] = {
-            "frequency_penalty": (None, 0.0),
-            "presence_penalty": (None, 0.0),
-            "logit_bias": (None, {}),
-            **self.neutral_values(),
-        }
-        for name, allowed in neutral.items():
+        for name, allowed in self.NEUTRAL.items():
             if getattr(self, name) not in allowed:
                 raise ApiError(
                     400, f"{name} is not supported by this server; leave it out", param=name
@@ -130,13 +142,11 @@ class _Request(Body):
         if any(not stop for stop in self.stops):
             raise ApiError(400, "stop: an empty string would stop at once", param="stop")
 
-    def neutral_values(self) -> dict[str, tuple[Any, ...]]:
-        """Field -> the values of it that ask for nothing."""
-        raise NotImplementedError
-
 
 class CompletionRequest(_Request):
     """Body of POST /v1/completions: one prompt or several, as text or token ids."""
+
+    NEUTRAL = {**_Request.NEUTRAL, "suffix": (None, "")}
 
     prompt: (
         Text
@@ -164,8 +174,10 @@ class CompletionRequest(_Request):
             return [self.prompt]
         return list(self.prompt)  # type: ignore[arg-type]  # likewise
 
-    def neutral_values(self) -> dict[str, tuple[Any, ...]]:
-        return {"suffix": (None, ""), "best_of": (None, self.num_choices)}
+    def refuse_unsupported(self) -> None:
+        _Request.refuse_unsupported(self)
+        if self.best_of not in (None, self.num_choices):
+            raise ApiError(400, "best_of is supported only where it equals n", param="best_of")
 
 
 class TextPart(Body):
@@ -193,6 +205,18 @@ class Message(Body):
 class ChatRequest(_Request):
     """Body of POST /v1/chat/completions."""
 
+    NEUTRAL = {
+        **_Request.NEUTRAL,
+        "tools": (None, []),
+        "tool_choice": (None, "none"),
+        "parallel_tool_calls": (None, False),
+        "functions": (None, []),
+        "function_call": (None, "none"),
+        "response_format": (None, {"type": "text"}),
+        "modalities": (None, ["text"]),
+        "reasoning_effort": (None,),
+    }
+
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -215,18 +239,6 @@ class ChatRequest(_Request):
     def token_limit(self) -> int | None:
         chosen = self.max_completion_tokens
         return self.max_tokens if chosen is None else chosen
-
-    def neutral_values(self) -> dict[str, tuple[Any, ...]]:
-        return {
-            "tools": (None, []),
-            "tool_choice": (None, "none"),
-            "parallel_tool_calls": (None, False),
-            "functions": (None, []),
-            "function_call": (None, "none"),
-            "response_format": (None, {"type": "text"}),
-            "modalities": (None, ["text"]),
-            "reasoning_effort": (None,),
-        }
 
     def refuse_unsupported(self) -> None:
         _Request.refuse_unsupported(self)

@@ -17,7 +17,7 @@ from soupkit.config import BASE_NAME
 from soupkit.errors import ServingError
 
 from .cache import DeltaCache
-from .catalog import Catalog, Unloaded
+from .catalog import Catalog
 from .engine import Engine
 from .jobs import End, Generation, Scored
 from .loader import Loader, run_in
@@ -28,7 +28,7 @@ from .pretrained import Texts
 from .reasons import Reasons
 from .router import Router
 from .sampling import Token
-from .states import BASE_DIGEST, Limits, Phase, Ticket
+from .states import BASE_DIGEST, Limits, NotServed, Phase, Ticket, VariantStats
 
 TICK_SECONDS = 0.5
 
@@ -49,7 +49,7 @@ class Service:
     ) -> None:
         self.catalog, self.engine = catalog, engine
         self._folder_name = Path(base.source).name
-        self.metrics = Metrics()
+        self.metrics = Metrics(self.residents)
         self.reasons = Reasons((catalog.path, base.source, base.path))
         self.loader = Loader(
             catalog, engine, self.metrics, self.reasons, max_loads=limits.max_loads
@@ -105,15 +105,21 @@ class Service:
             return None
         return self.catalog.variants[model]
 
+    def residents(self) -> dict[str, VariantStats]:
+        """Where each variant is, by name."""
+        self._refresh()
+        stats = self.router.stats()
+        variants = self.catalog.variants.items()
+        return {name: stats[ref.digest] for name, ref in variants if ref.digest in stats}
+
     def render_metrics(self) -> bytes:
         """The Prometheus page, gauges as they are now."""
         metrics, cache = self.metrics, self.router.cache
-        metrics.resident.clear()
-        for name, ref in self.catalog.variants.items():
-            held = cache.slot_bytes if ref.digest in cache else 0
-            metrics.resident.labels(name).set(held)
         metrics.used_bytes.set(cache.used_bytes)
         metrics.budget_bytes.set(cache.budget_bytes)
+        metrics.slots.set(cache.num_slots)
+        metrics.host_used_bytes.set(cache.host_used_bytes)
+        metrics.host_budget_bytes.set(cache.host_bytes)
         metrics.arena_bytes.set(self.engine.arena_bytes)
         metrics.waiting.set(self.router.num_waiting)
         metrics.running.set(self.router.num_running)
@@ -125,9 +131,8 @@ class Service:
         resident = [self.router.phase(g.digest) is Phase.RESIDENT for g in generations]
         self.enter(generations)
         for generation, hit in zip(generations, resident, strict=True):
-            self.metrics.requests.labels(self._label(generation)).inc()
-            self.metrics.prompt_tokens.labels(self._label(generation)).inc(
-                len(generation.job.tokens)
+            self.metrics.count_request(
+                self._label(generation), prompt_tokens=len(generation.job.tokens)
             )
             if generation.digest != BASE_DIGEST:
                 (self.metrics.hits if hit else self.metrics.misses).inc()
@@ -141,7 +146,7 @@ class Service:
         for generation in generations:
             # It was resolved before its prompt was encoded, and this is the last look.
             if self.catalog.is_hidden(generation.model):
-                raise Unloaded(f"the model {generation.model!r} was unloaded")
+                raise NotServed(f"the model {generation.model!r} was unloaded")
         self._open.update(generations)
         try:
             self.router.submit(generations)
@@ -222,13 +227,11 @@ class Service:
     def _on_event(self, generation: Generation, event: Token | End) -> None:
         if isinstance(event, End):
             return self._end(generation, event)
+        now, before = time.monotonic(), generation.last_token
+        since = generation.created if before is None else before
         label = self._label(generation)
-        self.metrics.tokens.labels(label).inc()
-        if generation.first_token:
-            generation.first_token = False
-            self.metrics.first_token_seconds.labels(label).observe(
-                time.monotonic() - generation.created
-            )
+        self.metrics.count_token(label, seconds=now - since, first=before is None)
+        generation.last_token = now
         generation.events.put_nowait(event)
 
     def _end(self, generation: Generation, event: End | ServingError) -> None:
@@ -257,6 +260,7 @@ class Service:
     def follow_family(self) -> None:
         """Tells the router which variants are served and pinned now."""
         variants = self.catalog.variants
+        self.metrics.keep([self.base_name, *variants])
         self.loader.follow(variants.values())
         pinned = [variants[name].digest for name in sorted(self.pinned) if name in variants]
         self.router.set_family((ref.digest for ref in variants.values()), pinned)

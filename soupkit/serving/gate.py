@@ -1,0 +1,82 @@
+"""What every request passes before a route sees it: keys, and a bound on its body."""
+
+import hashlib
+import hmac
+import math
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .openai import ApiError
+
+# Room for the longest prompts of a few contexts; parsing more would delay everyone.
+MAX_BODY_BYTES = 8 << 20
+LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+ADMIN_PATHS = frozenset({LOAD_PATH, UNLOAD_PATH})
+
+
+class Gate:
+    """What every request passes first: a key under /v1 where keys are set, and a bounded body.
+
+    The routes of the administrator ask for a key of their own, and are closed without one. Plain
+    ASGI, as Starlette's own base class would send every answer through one more task.
+    """
+
+    def __init__(self, app: ASGIApp, *, keys: Sequence[str], admin_keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests, self._admin_digests = _digests(keys), _digests(admin_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            return await error_response(refusal)(scope, receive, send)
+        num_bytes = 0
+
+        async def receive_bounded() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > MAX_BODY_BYTES:
+                raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+            return message
+
+        return await self._app(scope, receive_bounded, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        """Why a request may not pass, if it may not."""
+        if scope["path"] in ADMIN_PATHS and scope["method"] == "POST":
+            if not self._admin_digests:
+                message = "this server takes no changes; start it with --admin-key-file"
+                return ApiError(403, message, code="admin_disabled")
+            if not _has_key(scope, self._admin_digests):
+                return ApiError(401, "the admin key is needed", code="invalid_api_key")
+            return None
+        asks = self._digests and scope["path"].startswith("/v1/")
+        if asks and not _has_key(scope, self._digests):
+            return ApiError(401, "a valid API key is needed", code="invalid_api_key")
+        return None
+
+
+def _digests(keys: Sequence[str]) -> list[bytes]:
+    return [hashlib.sha256(key.encode()).digest() for key in keys]
+
+
+def _has_key(scope: Scope, digests: list[bytes]) -> bool:
+    scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+    # Digests are of one length, and all are compared: the time tells nothing about a key.
+    given = hashlib.sha256(key.encode()).digest()
+    fits = [hmac.compare_digest(given, digest) for digest in digests]
+    return scheme.lower() == "bearer" and any(fits)
+
+
+def error_response(error: ApiError) -> Response:
+    """The answer that tells a client of an error."""
+    headers = dict(error.headers)
+    if error.retry_seconds is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_seconds)))
+    return JSONResponse(error.body, error.status, headers)
