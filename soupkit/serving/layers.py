@@ -16,7 +16,7 @@ take the mixed way, in which empty slots act as the base.
 
 Tied parameters are one parameter: a delta of the embedding acts in a tied lm_head too. What cannot
 act per token is refused when the variant is loaded, with the tensor's name; nothing is left out
-silently. Not here: which variants are resident (cache.py), and tensors sliced over several devices.
+silently. Not here: which variants are resident (cache.py), how ranks share a model (parallel.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +32,7 @@ from soupkit_kernels import Delta
 from soupkit_kernels.slots import Room, form_of
 from soupkit_kernels.triton_support import why_not
 
+from .parallel import check_place, cut
 from .patches import (
     BASE_SLOT,
     Batch,
@@ -94,9 +95,8 @@ class VariantBank:
     def arena_bytes(self) -> int:
         """Device memory of all slots, free ones too: their number times `shape.nbytes`.
 
-        That exceeds the bytes of the variants' files: a slot has in each module room for the
-        largest form there, a matrix's one scale is repeated for its rows, and a tied tensor lies in
-        every owner.
+        That exceeds the bytes of files: a slot has room for the largest form of each module, a
+        matrix's one scale is repeated for its rows, a tied tensor lies in every owner.
         """
         return sum(patch.nbytes for patch in self._patches.values())
 
@@ -212,7 +212,7 @@ class VariantBank:
                 )  # fmt: skip
                 module = ModuleShape(room)
             else:
-                spec = WholeSpec(tuple(parameter.shape), parameter.dtype)
+                spec = WholeSpec(tuple(value.shape), parameter.dtype)
                 module = ModuleShape(None, {local: spec})
             found = found.merged(SlotShape({name: module}))
         return found
@@ -244,7 +244,10 @@ class VariantBank:
         own: frozenset[str],
         tied: Mapping[str, str | None],
     ) -> list[tuple[str, str, Delta | Tensor]]:
-        """Where each tensor acts, as (module name, local parameter name, tensor), all checked."""
+        """Where each tensor acts, as (module name, local parameter name, tensor), all checked.
+
+        Of parameters that are split over ranks the tensors are this rank's parts.
+        """
         own = frozenset(self._full_name(name) for name in own)
         for name, source in tied.items():
             target = self._parameters.get(self._full_name(name))
@@ -256,11 +259,14 @@ class VariantBank:
         found: list[tuple[str, str, Delta | Tensor]] = []
         for name, delta in deltas.items():
             places = self._places(name, own, self._check_delta, delta)
-            found += [(module_name, local, delta) for module_name, local in places]
+            found += [(module, local, self._cut(delta, module, local)) for module, local in places]
         for name, tensor in raw.items():
             places = self._places(name, own, self._check_raw, tensor)
-            found += [(module_name, local, tensor) for module_name, local in places]
+            found += [(module, local, self._cut(tensor, module, local)) for module, local in places]
         return found
+
+    def _cut(self, value: Delta | Tensor, module_name: str, local: str) -> Delta | Tensor:
+        return cut(value, self._parameters[_join(module_name, local)])
 
     def _full_name(self, name: str) -> str:
         """A checkpoint's name in the model: one saved without its head lacks the body's prefix."""
@@ -305,6 +311,7 @@ class VariantBank:
         stored = (delta.out_features, delta.in_features)
         if local != "weight" or shape != stored:
             raise ServingError(f"tensor {name!r}: stored shape {stored}, the base's is {shape}")
+        check_place(name, module, is_packed=True)
 
     def _check_raw(self, name: str, module_name: str, local: str, tensor: Tensor) -> None:
         shape = self._parameters[_join(module_name, local)].shape
@@ -313,6 +320,7 @@ class VariantBank:
                 f"tensor {name!r}: shape {tuple(tensor.shape)}, the base's is {tuple(shape)}; "
                 "another vocabulary cannot share a batch: serve the restored model instead"
             )
+        check_place(name, self._model.get_submodule(module_name), is_packed=False)
 
     def _patch(self, module_name: str) -> Patch:
         patch = self._patches.get(module_name)

@@ -13,12 +13,14 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from soupkit.errors import ServingError
 from soupkit_kernels import Delta, DeltaArena, Plan, delta_embedding, delta_linear, plan_of
 from soupkit_kernels.arena import arena_for
 from soupkit_kernels.slots import Room
 
+from .parallel import Vocabulary, inner_forward, is_partial, local
 from .shape import ModuleShape
 from .whole import WholeTensors, with_parameters
 
@@ -127,13 +129,23 @@ class Patch:
         self._changed: frozenset[int] = frozenset()  # slots that differ from the base here
         self._bank = bank
         self._own: Callable[..., Any] | None = module.__dict__.get("forward")
-        self.original: Callable[..., Any] = module.forward
+        # The wrapper of an embedding joins what the ranks have its own way.
+        self._inner = None if isinstance(module, nn.Embedding) else inner_forward(module)
+        self.is_partial, self.is_first = is_partial(module)
+        self.original: Callable[..., Any] = (
+            module.forward if self._inner is None else self._inner.cell_contents
+        )
 
     def install(self) -> None:
-        self.module.forward = self
+        if self._inner is None:
+            self.module.forward = self
+        else:
+            self._inner.cell_contents = self
 
     def remove(self) -> None:
-        if self._own is None:
+        if self._inner is not None:
+            self._inner.cell_contents = self.original
+        elif self._own is None:
             self.module.__dict__.pop("forward", None)
         else:
             self.module.forward = self._own
@@ -183,15 +195,12 @@ class Patch:
             out = self._through_clones(x, self.original(x), rows, active)
         return out
 
-    def _through_clones(
-        self, x: Tensor, out: Tensor, rows: Rows, slots: frozenset[int], name: str | None = None
-    ) -> Tensor:
-        """`out`, with the rows of each slot that holds something (or `name`) run on their own."""
+    def _through_clones(self, x: Tensor, out: Tensor, rows: Rows, slots: frozenset[int]) -> Tensor:
+        """`out`, with the rows of each slot that holds something run on their own."""
         whole = self.whole
         for slot in sorted(slots):
-            held = whole.held.get(slot, ())
             members = rows.members(slot)
-            if members.numel() and (name in held if name else held):
+            if members.numel() and whole.held.get(slot):
                 part = whole.clone(slot).forward(x.index_select(self.axis, members))
                 out = out.index_copy(self.axis, members, part)
         return out
@@ -257,17 +266,35 @@ class LinearPatch(DeltaPatch):
         own_biases = "bias" in whole.specs
         if own_biases:
             # All rows of one variant: its own bias; else each row's is added after.
-            bias = None if rows.uniform is None else whole.own(rows.uniform, "bias")
+            slot = None if self.is_partial else rows.uniform
+            bias = None if slot is None else whole.own(slot, "bias")
         arena = self._arena_of(active)
         if arena is not None:
             out = delta_linear(x, weight, arena, rows.step(arena, x.shape[:-1], self.axis), bias)
         else:
             out = F.linear(x, weight, bias)
-        if own_biases and bias is None:
-            out = out + whole.vectors("bias", rows.index, x.ndim, self.axis)
         if "weight" in whole.specs:
-            out = self._through_clones(x, out, rows, active, "weight")
+            out = self._with_whole_weights(x, out, rows, active, bias)
+        if own_biases and bias is None:
+            out = self._with_biases(out, rows)
         return out
+
+    def _with_whole_weights(
+        self, x: Tensor, out: Tensor, rows: Rows, active: frozenset[int], bias: Tensor | None
+    ) -> Tensor:
+        for slot in sorted(active):
+            members = rows.members(slot)
+            if "weight" in self.whole.held.get(slot, ()) and members.numel():
+                given, weight = x.index_select(self.axis, members), self.whole.own(slot, "weight")
+                out = out.index_copy(self.axis, members, F.linear(given, weight, bias))
+        return out
+
+    def _with_biases(self, out: Tensor, rows: Rows) -> Tensor:
+        biases = self.whole.vectors("bias", rows.index, out.ndim, self.axis)
+        if not self.is_partial:
+            return out + biases
+        # The base's is added to the sum of all ranks; what differs from it only once.
+        return out + (biases - self.whole.base("bias")) if self.is_first else out
 
 
 class EmbeddingPatch(DeltaPatch):
@@ -276,12 +303,18 @@ class EmbeddingPatch(DeltaPatch):
     module: nn.Embedding
 
     def act(self, x: Tensor, rows: Rows, active: frozenset[int]) -> Tensor:
-        arena = self._arena_of(active)
+        arena, weight = self._arena_of(active), self.module.weight
         if arena is None:
             out: Tensor = self.original(x)
-        else:
+        elif isinstance(weight, DTensor):
+            part = Vocabulary(weight)
             step = rows.step(arena, x.shape, self.axis)
-            out = self._finish(delta_embedding(x, self.module.weight, arena, step))
+            found = delta_embedding(part.local_ids(x), local(weight), arena, step)
+            out = self._finish(part.joined(x, found))
+        else:
+            out = self._finish(
+                delta_embedding(x, weight, arena, rows.step(arena, x.shape, self.axis))
+            )
         return self._through_clones(x, out, rows, active)
 
     def _finish(self, found: Tensor) -> Tensor:

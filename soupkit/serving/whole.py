@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .parallel import local
 from .shape import WholeSpec
 
 
@@ -68,6 +69,10 @@ class WholeTensors:
             return self._slots_of(name)[slot]
         return _parameter(self._module, name)
 
+    def base(self, name: str) -> Tensor:
+        """The base's vector, as the table has it."""
+        return self._tables[name][0]
+
     def vectors(self, name: str, index: Tensor, ndim: int, axis: int) -> Tensor:
         """[rows, 1, ..., n]: the vector of each row, to meet [..., n] that has rows along `axis`.
 
@@ -104,7 +109,7 @@ class WholeTensors:
 def _parameter(module: nn.Module, name: str) -> Tensor:
     parameter = module._parameters[name]
     assert parameter is not None
-    return parameter
+    return local(parameter)
 
 
 def with_parameters(module: nn.Module, parameters: Mapping[str, Tensor]) -> Any:
