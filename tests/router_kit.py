@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from soupkit.errors import ServingError
 from soupkit.serving.cache import DeltaCache, Evicted
-from soupkit.serving.policy import Rates, RateWeighted
+from soupkit.serving.policy import RateWeighted
 from soupkit.serving.router import Router
 from soupkit.serving.states import BASE_DIGEST, Limits, Phase, Ticket
 
@@ -164,7 +164,7 @@ def make(
 ) -> tuple[Router, Fake, Clock]:
     """A router over all of NEEDS; with `slot_bytes` its slots are there already."""
     fake, clock = Fake(), Clock()
-    cache = DeltaCache(BUDGET, RateWeighted(Rates(clock)), host_bytes=host_bytes)
+    cache = DeltaCache(BUDGET, RateWeighted(), host_bytes=host_bytes)
     router = fake.router = Router(cache, fake, fake, clock=clock, limits=limits)
     router.set_family(NEEDS)
     if slot_bytes:

@@ -62,8 +62,7 @@ def test_r8_row_20_pins_stay_and_one_slot_always_floats() -> None:
 
 
 def test_what_waits_least_when_it_is_gone_goes_first() -> None:
-    clock = Clock()
-    cache = filled(RateWeighted(Rates(clock)))
+    cache = filled(RateWeighted())
     for _ in range(3):
         cache.policy.touch("a")
     cache.note_costs("b", Costs(load_seconds=9.0, install_seconds=0.1))
@@ -75,9 +74,9 @@ def test_what_waits_least_when_it_is_gone_goes_first() -> None:
 
 
 def test_one_that_host_memory_keeps_is_cheap_to_bring_back() -> None:
-    cache = filled(RateWeighted(Rates(Clock())), host_bytes=10)
+    cache = filled(RateWeighted(), host_bytes=10)
     cache.policy.touch("b")
-    assert cache.host("b", 10, busy=()) == []
+    assert cache.host("b", 10, busy=frozenset()) == []
     assert [e.digest for e in cache.admit("d")[1]] == ["b"], "0.1 s twice is less than 1.1 s once"
 
 
@@ -86,7 +85,7 @@ def test_the_host_tier_holds_exact_bytes_and_lets_the_least_valued_go() -> None:
     cache = DeltaCache(10, policy, host_bytes=100)
     for digest, size in [("a", 30), ("b", 50), ("c", 20)]:
         policy.touch(digest)
-        assert cache.host(digest, size, busy=()) == []
+        assert cache.host(digest, size, busy=frozenset()) == []
     assert cache.host_used_bytes == 100
     assert cache.host("d", 40, busy={"a"}) == ["b"]
     assert cache.host("e", 81, busy={"a"}) is None

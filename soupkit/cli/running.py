@@ -17,6 +17,7 @@ class Bench(str, Enum):
     merge = "merge"
     export = "export"
     serve = "serve"
+    cache = "cache"
 
 
 @command

@@ -13,7 +13,7 @@ In both tiers what the policy values least goes first, and only once what takes 
 loaded (R7). Variants are known by content digest (R1). Bookkeeping only: no tensors, no threads.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from .policy import Policy
@@ -214,28 +214,30 @@ class DeltaCache:
         """What a variant takes there, 0 if it is not."""
         return self._hosted.get(digest, 0)
 
-    def host(self, digest: str, num_bytes: int, *, busy: Collection[str]) -> list[str] | None:
-        """Keeps a variant in host memory; as few as needed of the least valued go.
+    def host(self, digest: str, num_bytes: int, *, busy: Set[str]) -> list[str] | None:
+        """Keeps a variant in host memory, if that is worth what has to go for it.
 
         Args:
             busy: digests that may not go.
 
         Returns:
-            What had to go; None if there is no room even so, and nothing has changed.
+            What had to go, the least valued; None if it is not kept, and nothing has changed.
         """
-        idle = sorted((d for d in self._hosted if d not in busy), key=self._host_value)
         missing = self.host_used_bytes + num_bytes - self.host_bytes
-        gone: list[str] = []
-        for candidate in idle:
+        lost, gone = 0.0, list[str]()
+        for candidate in sorted(self._hosted.keys() - busy, key=lambda d: (self._host_value(d), d)):
             if missing <= 0:
                 break
             missing -= self._hosted[candidate]
+            lost += self._host_value(candidate) * self._hosted[candidate]
             gone.append(candidate)
-        if missing > 0:
+        self._hosted[digest] = num_bytes
+        gained = self._host_value(digest) * num_bytes
+        if missing > 0 or (gone and not self.policy.admits(gained, lost)):
+            del self._hosted[digest]
             return None
         for candidate in gone:
             del self._hosted[candidate]
-        self._hosted[digest] = num_bytes
         return gone
 
     def unhost(self, digest: str) -> None:

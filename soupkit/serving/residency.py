@@ -86,7 +86,8 @@ class Residency:
             return
         cache.plan_growth(max(slot_bytes, cache.planned_bytes))
         busy = {d for d in self._in(Phase.HOST) if self._is_needed(d)}
-        for gone in cache.host(digest, num_bytes, busy={*busy, *self._in(Phase.INSTALLING)}) or ():
+        busy.update(self._in(Phase.INSTALLING))
+        for gone in cache.host(digest, num_bytes, busy=busy) or ():
             self._drop(gone)
 
     def installed(self, digest: str) -> None:

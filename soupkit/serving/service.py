@@ -23,7 +23,7 @@ from .jobs import End, Generation, Scored
 from .loader import Loader, run_in
 from .metrics import Metrics
 from .patches import BASE_SLOT
-from .policy import Rates, RateWeighted
+from .policy import RateWeighted
 from .pretrained import Texts
 from .reasons import Reasons
 from .router import Router
@@ -54,8 +54,7 @@ class Service:
         self.loader = Loader(
             catalog, engine, self.metrics, self.reasons, max_loads=limits.max_loads
         )
-        policy = RateWeighted(Rates(time.monotonic))
-        cache = DeltaCache(cache_bytes, policy, host_bytes=host_bytes)
+        cache = DeltaCache(cache_bytes, RateWeighted(), host_bytes=host_bytes)
         self.router = Router(cache, self, self.loader, clock=time.monotonic, limits=limits)
         self.loader.router = self.router
         self.draining = False
@@ -114,6 +113,7 @@ class Service:
 
     def render_metrics(self) -> bytes:
         """The Prometheus page, gauges as they are now."""
+        self._refresh()
         metrics, cache = self.metrics, self.router.cache
         metrics.used_bytes.set(cache.used_bytes)
         metrics.budget_bytes.set(cache.budget_bytes)
