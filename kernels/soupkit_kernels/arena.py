@@ -10,6 +10,7 @@ one may be overwritten.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,6 +78,11 @@ class DeltaArena:
         self.data = torch.zeros(slots * self.slot_bytes, dtype=torch.uint8, device=device)
         # A copy of the table on the host, so that nobody has to ask the device.
         self._rows: list[tuple[int, ...]] = [_EMPTY] * slots
+        # Slots that hold something, columns, a low-rank part; `native` keeps its view of them here.
+        self.filled: set[int] = set()
+        self.with_columns: set[int] = set()
+        self.with_rank: set[int] = set()
+        self.native_struct: Any = None
         self.table = torch.tensor(self._rows, dtype=torch.int64).view(slots, NUM_COLUMNS).to(device)
 
     @classmethod
@@ -102,6 +108,8 @@ class DeltaArena:
         arena.slot_bytes = data.numel() // max(1, arena.slots)
         # The Triton path never reads it, and a GPU would have to be waited for.
         arena._rows = [] if is_lane else [tuple(row) for row in table.tolist()]
+        for slot, row in enumerate(arena._rows):
+            arena._note(slot, row)
         return arena
 
     @property
@@ -110,7 +118,7 @@ class DeltaArena:
 
     def is_empty(self, slot: int) -> bool:
         """Whether the slot acts as the base; known without asking the device."""
-        return self._rows[slot] == _EMPTY
+        return slot not in self.filled
 
     def row(self, slot: int) -> tuple[int, ...]:
         """The slot's row of the table; known without asking the device."""
@@ -228,7 +236,20 @@ class DeltaArena:
 
     def _set_row(self, slot: int, row: tuple[int, ...]) -> None:
         self._rows[slot] = row
+        self._note(slot, row)
         self.table[slot] = torch.tensor(row, dtype=torch.int64)
+
+    def _note(self, slot: int, row: tuple[int, ...]) -> None:
+        """Keep the sets of slots as the row says."""
+        for slots, has in (
+            (self.filled, row != _EMPTY),
+            (self.with_columns, row[COLUMN] >= 0),
+            (self.with_rank, row[RANK] > 0),
+        ):
+            if has:
+                slots.add(slot)
+            else:
+                slots.discard(slot)
 
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.slots:

@@ -59,8 +59,7 @@ class Library:
 
     def isa_name(self, dtype: torch.dtype) -> str:
         """The instruction set that serves a dtype; only bfloat16 has one of its own."""
-        most = "avx512_bf16" if dtype == torch.bfloat16 else "avx512"
-        return ISAS[min(self.isa, ISAS.index(most))]
+        return ISAS[_isa(self.isa, dtype)]
 
     def supports(self, dtype: torch.dtype) -> bool:
         """float16 needs the conversions of AVX2 machines."""
@@ -68,7 +67,7 @@ class Library:
 
     def input_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What inputs are turned into: float32 but for products of bfloat16."""
-        return dtype if self.isa_name(dtype) == "avx512_bf16" else torch.float32
+        return dtype if ISAS[_isa(self.isa, dtype)] == "avx512_bf16" else torch.float32
 
     def decode(
         self,
@@ -84,7 +83,7 @@ class Library:
         x = x.to(self.input_dtype(arena.dtype)).contiguous()
         y = torch.empty(x.shape[0], arena.out_features, dtype=torch.float32)
         self.decode_function(
-            ISAS.index(self.isa_name(arena.dtype)), KINDS[arena.dtype], torch.get_num_threads(),
+            _isa(self.isa, arena.dtype), KINDS[arena.dtype], torch.get_num_threads(),
             self.parallel, _arena_struct(arena), x.shape[0], x.data_ptr(),
             x.stride(0) * x.itemsize, weight.data_ptr(), weight.stride(0) * weight.itemsize,
             index.data_ptr(), y.data_ptr(),
@@ -102,7 +101,7 @@ class Library:
         x = x.contiguous()
         y = torch.empty(x.shape[0], arena.out_features, dtype=torch.float32)
         self.signs_function(
-            ISAS.index(self.isa_name(arena.dtype)), KINDS[arena.dtype], torch.get_num_threads(),
+            _isa(self.isa, arena.dtype), KINDS[arena.dtype], torch.get_num_threads(),
             self.parallel, _arena_struct(arena), x.shape[0], x.data_ptr(),
             x.stride(0) * x.itemsize, index.data_ptr(), plane.data_ptr(), y.data_ptr(),
         )  # fmt: skip
@@ -131,12 +130,22 @@ class Library:
         )  # fmt: skip
 
 
+@functools.cache
+def _isa(best: int, dtype: torch.dtype) -> int:
+    """The number of the instruction set that serves a dtype."""
+    most = "avx512_bf16" if dtype == torch.bfloat16 else "avx512"
+    return min(best, ISAS.index(most))
+
+
 def _arena_struct(arena: DeltaArena) -> ctypes.Array[ctypes.c_int64]:
-    """`struct arena` of delta_linear.c; valid while the arena lives."""
-    return (ctypes.c_int64 * 5)(
-        arena.data.data_ptr(), arena.table.data_ptr(), arena.out_features, arena.in_features,
-        packed_width(arena.in_features),
-    )  # fmt: skip
+    """`struct arena` of delta_linear.c, made once; valid while the arena lives."""
+    if arena.native_struct is None:
+        arena.native_struct = (ctypes.c_int64 * 5)(
+            arena.data.data_ptr(), arena.table.data_ptr(), arena.out_features, arena.in_features,
+            packed_width(arena.in_features),
+        )  # fmt: skip
+    struct: ctypes.Array[ctypes.c_int64] = arena.native_struct
+    return struct
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from soupkit_kernels import native
-from soupkit_kernels.arena import COLUMN, PLANES, RANK, DeltaArena
+from soupkit_kernels.arena import PLANES, RANK, DeltaArena
 from soupkit_kernels.plan import Plan
 
 # From so many tokens of one variant on, building its effective weight is the cheaper way. Measured
@@ -52,10 +52,13 @@ def linear(
     step: Plan,
 ) -> Tensor:  # [T, N] in x's dtype
     """The equation of naive.py; arguments as `op.delta_linear` and `why_not` let them through."""
-    changed = _changed(arena, step)
-    if not changed:
+    counts, limit = step.tokens_by_variant(), MANY_TOKENS[library.isa_name(arena.dtype)]
+    if arena.filled.isdisjoint(counts):
         return F.linear(x, weight, bias)
-    limit = MANY_TOKENS[library.isa_name(arena.dtype)]
+    if x.shape[0] < limit:
+        # A decode step: nothing here may take longer than it must.
+        return _few(library, x, weight, bias, arena, step.index, counts)
+    changed = _changed(arena, step)
     many = [variant for variant, count in changed.items() if count >= limit]
     few = [variant for variant in changed if variant not in many]
     num_plain = x.shape[0] - sum(changed.values())
@@ -125,12 +128,12 @@ def _few(
     index: Tensor,
     variants: Iterable[int],
 ) -> Tensor:
-    """All tokens in one pass over the weights; variants: those in index that are not empty."""
+    """All tokens in one pass over the weights; variants: those in index."""
     y = library.decode(x, weight, arena, index)
-    with_columns = [v for v in variants if arena.row(v)[COLUMN] >= 0]
-    if with_columns:
-        _add_signs(library, y, x, arena, index, with_columns)
-    _add_low_rank(y, x, arena, index, variants)
+    if arena.with_columns:
+        _add_signs(library, y, x, arena, index, sorted(arena.with_columns.intersection(variants)))
+    if arena.with_rank:
+        _add_low_rank(y, x, arena, index, sorted(arena.with_rank.intersection(variants)))
     return (y if bias is None else y.add_(bias)).to(x.dtype)
 
 

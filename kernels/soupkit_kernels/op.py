@@ -11,7 +11,7 @@ made outside, since making one reads them.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from soupkit_kernels import native, native_path, torch_path, triton_support
 from soupkit_kernels.arena import DeltaArena
 from soupkit_kernels.plan import Groups, Long, Plan, plan_of
 
+_NOTHING = nullcontext()
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -140,7 +141,7 @@ def _linear(
     if not step.num_tokens or not arena.out_features:
         return x.new_empty(*x.shape[:-1], arena.out_features)
     tokens = x.reshape(step.num_tokens, arena.in_features)
-    with torch.no_grad(), _no_autocast(x.device):
+    with _plainly(x.device):
         if arena.is_lane:
             from soupkit_kernels import triton_path
 
@@ -159,7 +160,7 @@ def _add(y: Tensor, x: Tensor, arena: DeltaArena, step: Plan) -> None:
         return
     tokens = x.reshape(step.num_tokens, arena.in_features)
     rows = y.view(step.num_tokens, arena.out_features)
-    with torch.no_grad(), _no_autocast(x.device):
+    with _plainly(x.device):
         if arena.is_lane:
             from soupkit_kernels import triton_path
 
@@ -173,7 +174,7 @@ def _add(y: Tensor, x: Tensor, arena: DeltaArena, step: Plan) -> None:
 
 
 def _embedding(ids: Tensor, weight: Tensor, arena: DeltaArena, step: Plan) -> Tensor:
-    with torch.no_grad(), _no_autocast(ids.device):
+    with _plainly(ids.device):
         if arena.is_lane:
             from soupkit_kernels import triton_path
 
@@ -183,11 +184,14 @@ def _embedding(ids: Tensor, weight: Tensor, arena: DeltaArena, step: Plan) -> Te
     return rows.view(*ids.shape, arena.in_features)
 
 
-def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """The types are those given: a plain product inside must not choose others."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+def _plainly(device: torch.device) -> AbstractContextManager[Any]:
+    """No gradients, and the types that are given; costs nothing where it is so already."""
+    if not torch.is_grad_enabled() and not torch.is_autocast_enabled(device.type):
+        return _NOTHING
+    stack = ExitStack()
+    stack.enter_context(torch.no_grad())
+    stack.enter_context(torch.autocast(device.type, enabled=False))
+    return stack
 
 
 def _plan_for(variants: Tensor | Plan, lead: torch.Size, arena: DeltaArena) -> Plan:

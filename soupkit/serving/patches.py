@@ -41,6 +41,7 @@ class Rows:
         self._index: Tensor | None = None
         self._members: dict[int, Tensor] = {}
         self._plans: dict[tuple[int, ...], Plan] = {}
+        self._plan: Plan | None = None  # that of nearly all layers where signs lie as in files
         # Those that kernels of this batch may still read on a GPU when another takes their place.
         self._arenas: set[DeltaArena] = set()
         self.uniform = active[0] if len(active) == 1 and bool((slots == active[0]).all()) else None
@@ -55,6 +56,12 @@ class Rows:
         """
         if arena.is_lane:
             self._arenas.add(arena)
+        elif (
+            self._plan is not None
+            and self._plan.planes >= arena.planes
+            and lead.numel() == self._count
+        ):
+            return self._plan
         # On a GPU some layers may not be able to take the Triton kernels.
         key = (arena.is_lane, *(() if lead.numel() == self._count else (axis, *lead)))
         found = self._plans.get(key)
@@ -67,6 +74,8 @@ class Rows:
                 device=self._device,
                 is_lane=arena.is_lane,
             )
+        if key == (False,):
+            self._plan = found
         return found
 
     @property
