@@ -14,7 +14,7 @@ ifeq ($(shell uname -sm),Linux x86_64)
 OLD_TRITON := .triton-3.6/.installed
 endif
 
-.PHONY: demo test test-slow old-triton lint format types clean
+.PHONY: demo test test-slow old-triton clients lint format types clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 old-triton: $(OLD_TRITON)
+
+# Clients of the server that bring much of their own; slow tests use them where they are.
+.clients/.installed: constraints.txt
+	$(PYTHON) -m venv .clients
+	.clients/bin/python -m pip install --quiet --constraint constraints.txt \
+		litellm "lm-eval[api]" transformers
+	touch $@
+
+clients: .clients/.installed
 
 demo: $(VENV)/.installed
 	$(BIN)/python recipes/demo.py --out demo
@@ -52,4 +61,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .triton-3.6 build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .triton-3.6 .clients build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

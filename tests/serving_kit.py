@@ -213,8 +213,8 @@ def client_of(url: str, key: str = "none") -> openai.OpenAI:
 class Oracle:
     """Texts of the dense models."""
 
-    def __init__(self, root: Path) -> None:
-        self._models = {name: dense(root, name) for name in VARIANTS} | {"base": dense(root, None)}
+    def __init__(self, root: Path, *, names: Iterable[str] = tuple(VARIANTS)) -> None:
+        self._models = {name: dense(root, name) for name in names} | {"base": dense(root, None)}
 
     def __call__(self, model: str, prompt: str, count: int, *, special: bool = True) -> str:
         ids = TOKENIZER(prompt, add_special_tokens=special)["input_ids"]

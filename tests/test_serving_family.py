@@ -47,8 +47,11 @@ def oracle(root: Path) -> Oracle:
 
 
 def test_a_small_cache_serves_all_variants_and_evicts(root: Path, oracle: Oracle) -> None:
-    sizes = build_sizes(root)
-    with serving(root, cache_bytes=max(sizes) + 1000, pin=()) as (server, url):
+    manifests = [load_variant(root, name).manifest for name in VARIANTS]
+    roomy = build_service(root / "family")
+    slot_bytes = roomy.engine.slot_bytes(manifests)
+    roomy.engine.close()
+    with serving(root, cache_bytes=slot_bytes) as (server, url):
         with client_of(url) as client:
             for _ in range(2):
                 for name in VARIANTS:
@@ -57,13 +60,10 @@ def test_a_small_cache_serves_all_variants_and_evicts(root: Path, oracle: Oracle
                     )
                     assert answer.choices[0].text == oracle(name, "evict", 8)
         values = metrics_of(url)
+        assert values["soupkit_cache_slots"] == 1
         assert values["soupkit_evictions_total"] >= 4
         assert values["soupkit_cache_used_bytes"] <= values["soupkit_cache_budget_bytes"]
         assert len(server._service.engine._bank.slots) == len(server._service.router.cache)
-
-
-def build_sizes(root: Path) -> list[int]:
-    return [load_variant(root, name).nbytes for name in VARIANTS]
 
 
 def test_a_slow_load_delays_no_other_model_and_is_made_once(root: Path, oracle: Oracle) -> None:

@@ -17,6 +17,7 @@ class Bench(str, Enum):
     merge = "merge"
     export = "export"
     serve = "serve"
+    load = "load"
     cache = "cache"
 
 
@@ -31,9 +32,18 @@ def serve(
     cache_bytes: Annotated[
         str | None, typer.Option(help="What resident variants may hold, as in 20GB.")
     ] = None,
+    host_cache_bytes: Annotated[
+        str | None, typer.Option(help="What variants may hold in host memory, with a GPU.")
+    ] = None,
     pin: Annotated[list[str] | None, typer.Option(help="Variant that is never evicted.")] = None,
+    auto_pin: Annotated[
+        int, typer.Option(help="So many of the most asked for are not evicted.", min=0)
+    ] = 0,
     max_running: Annotated[int | None, typer.Option(help="Requests generated at a time.")] = None,
     max_queue: Annotated[int | None, typer.Option(help="Requests waiting before 429.")] = None,
+    max_wait: Annotated[
+        float | None, typer.Option(help="Seconds that a request may wait before 503.")
+    ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="File with the key to ask for.")] = None,
     admin_key_file: Annotated[
         Path | None, typer.Option(help="File with the key to load and unload variants.")
@@ -46,7 +56,6 @@ def serve(
     from soupkit.serving import server
 
     leave_signals()
-    limits = {} if max_queue is None else {"max_queue": max_queue}
     server.run(
         family,
         base=base,
@@ -55,11 +64,14 @@ def serve(
         device=device,
         dtype=dtype.value if dtype else None,
         cache_bytes=parse_bytes(cache_bytes),
+        host_cache_bytes=parse_bytes(host_cache_bytes) or 0,
         pin=pin or (),
+        auto_pin=auto_pin,
         max_running=max_running,
+        max_queue=max_queue,
+        max_wait_seconds=max_wait,
         api_key_file=api_key_file,
         admin_key_file=admin_key_file,
-        **limits,
     )
 
 
@@ -67,7 +79,7 @@ def serve(
 def bench(
     what: Annotated[Bench, typer.Argument(help="What to measure.")],
     family: Annotated[
-        Path | None, typer.Argument(help="The family to serve, for `bench serve`.")
+        Path | None, typer.Argument(help="The family to serve, for `serve` and `load`.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and repetitions.")] = False,
     check: Annotated[
@@ -84,8 +96,8 @@ def bench(
 
     from soupkit.bench.rows import document, show
 
-    if (family is None) == (what is Bench.serve):
-        raise ValueError("give a family to `bench serve`, and to no other benchmark")
+    if (family is None) == (what in (Bench.serve, Bench.load)):
+        raise ValueError("give a family to `bench serve` and `bench load`, and to no other")
     if check:
         if what is not Bench.kernel or quick:
             raise ValueError("give --check to `bench kernel`, and without --quick")

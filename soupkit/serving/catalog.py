@@ -9,8 +9,16 @@ so a restart shows all.
 import logging
 from pathlib import Path
 
-from soupkit.bundle import Family, LoadedVariant, VariantRef, open_family, open_variant
+from soupkit.bundle import (
+    Family,
+    LoadedVariant,
+    Variant,
+    VariantRef,
+    open_family,
+    open_variant,
+)
 from soupkit.errors import BundleError
+from soupkit.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -78,14 +86,22 @@ class Catalog:
         return loaded
 
     def total_bytes(self) -> int:
-        """Bytes of all variants; unreadable ones count nothing and are refused when loaded."""
-        total = 0
+        """Bytes of all variants that can be opened."""
+        return sum(variant.nbytes for variant in self._opened().values())
+
+    def manifests(self) -> dict[str, Manifest]:
+        """What the variants hold, by name, of those that can be opened."""
+        return {name: variant.manifest for name, variant in self._opened().items()}
+
+    def _opened(self) -> dict[str, Variant]:
+        """Headers only are read. Those that cannot be opened are refused when they are loaded."""
+        found = {}
         for name in self.family.variants:
             try:
-                total += open_variant(self.family.folder(name)).nbytes
+                found[name] = open_variant(self.family.folder(name))
             except BundleError as error:
                 logger.warning("variant %r cannot be opened: %s", name, error)
-        return total
+        return found
 
     def _read_stamp(self) -> tuple[int, int, int] | None:
         try:

@@ -173,14 +173,13 @@ def _token_limit(
     if max(tokens) >= vocabulary:
         message = f"{prompt_param}: token id {max(tokens)}, the vocabulary has {vocabulary}"
         raise ApiError(400, message, param=prompt_param)
+    # OpenAI's words: gateways tell this error from others by them.
+    limit = f"This model's maximum context length is {context} tokens, prompt and answer together"
     room = context - len(tokens)
     if room < 0 or (room == 0 and asked != 0):
-        message = f"{prompt_param}: {len(tokens)} tokens; prompt and answer may have {context}"
+        message = f"{prompt_param}: {len(tokens)} tokens. {limit}"
         raise ApiError(400, message, param=prompt_param, code="context_length_exceeded")
     if asked is not None and asked > room:
-        message = (
-            f"{limit_param}={asked} and {len(tokens)} prompt tokens are more than the limit of "
-            f"{context}"
-        )
+        message = f"{limit_param}: {asked} after {len(tokens)} prompt tokens. {limit}"
         raise ApiError(400, message, param=limit_param, code="context_length_exceeded")
     return min(room, default if asked is None else asked)

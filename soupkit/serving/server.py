@@ -2,6 +2,7 @@
 signal.
 """
 
+import logging
 import socket
 import sys
 from collections.abc import Sequence
@@ -24,7 +25,10 @@ from .pretrained import load_model
 from .service import Service
 from .states import Limits
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_MAX_QUEUE = 256
+DEFAULT_MAX_WAIT_SECONDS = 300.0
 DEFAULT_MAX_RUNNING = {"cpu": 16, "cuda": 128}
 # How long a stop waits for open requests.
 DRAIN_SECONDS = 30
@@ -83,14 +87,22 @@ def build_service(
     device: str | None = None,
     dtype: torch.dtype | str | None = None,
     cache_bytes: int | None = None,
+    host_cache_bytes: int = 0,
     pin: Sequence[str] = (),
+    auto_pin: int = 0,
     max_running: int | None = None,
-    max_queue: int = DEFAULT_MAX_QUEUE,
+    max_queue: int | None = None,
+    max_wait_seconds: float | None = None,
 ) -> Service:
     """Opens the family, loads its base and makes a service that is not started yet; see `run`."""
     for name, value in (("max_running", max_running), ("max_queue", max_queue)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value}: must be at least 1")
+    for name, value in (("host_cache_bytes", host_cache_bytes), ("auto_pin", auto_pin)):
+        if value < 0:
+            raise ValueError(f"{name}={value}: must be at least 0")
+    if max_wait_seconds is not None and not max_wait_seconds > 0:
+        raise ValueError(f"max_wait_seconds={max_wait_seconds}: must be above 0")
     target = _device(device)
     catalog = Catalog(Path(family))
     unknown = [name for name in pin if name not in catalog.variants]
@@ -103,16 +115,42 @@ def build_service(
     model = load_model(checkpoint.path, device=target, dtype=_dtype(dtype, default))
     running = max_running or DEFAULT_MAX_RUNNING.get(target.type, DEFAULT_MAX_RUNNING["cpu"])
     if cache_bytes is None:
-        cache_bytes = default_cache_bytes(model.device, catalog.total_bytes())
+        # Of a family without variants yet: as many as take the base's own bytes.
+        family_bytes = catalog.total_bytes() or int(model.get_memory_footprint())
+        cache_bytes = default_cache_bytes(model.device, family_bytes)
     plan = plan_kv(model, max_running=running, cache_bytes=cache_bytes)
+    engine = Engine(model, max_running=running, plan=plan)
+    _check_room(catalog, engine, cache_bytes)
     return Service(
         catalog,
         checkpoint,
-        Engine(model, max_running=running, plan=plan),
+        engine,
         cache_bytes=cache_bytes,
-        limits=Limits(max_running=running, max_queue=max_queue),
+        host_bytes=host_cache_bytes,
+        limits=Limits(
+            max_running=running,
+            max_queue=max_queue or DEFAULT_MAX_QUEUE,
+            max_wait_seconds=max_wait_seconds or DEFAULT_MAX_WAIT_SECONDS,
+            auto_pin=auto_pin,
+        ),
         pin=tuple(pin),
     )
+
+
+def _check_room(catalog: Catalog, engine: Engine, cache_bytes: int) -> None:
+    """Says which variants the cache is too small for; ServingError if it is for all."""
+    needed = {name: engine.slot_bytes([manifest]) for name, manifest in catalog.manifests().items()}
+    small = [name for name, num_bytes in needed.items() if num_bytes > cache_bytes]
+    if small and len(small) == len(needed):
+        least = min(needed, key=lambda name: (needed[name], name))
+        raise ServingError(
+            f"--cache-bytes {cache_bytes} is too small for any variant: {least!r} needs "
+            f"{needed[least]}, the largest {max(needed.values())}; give more"
+        )
+    for name in small:
+        logger.warning(
+            "variant %r needs a cache of %d bytes, it has %d", name, needed[name], cache_bytes
+        )
 
 
 def _device(name: str | None) -> torch.device:
@@ -180,9 +218,12 @@ def run(
     device: str | None = None,
     dtype: torch.dtype | str | None = None,
     cache_bytes: int | None = None,
+    host_cache_bytes: int = 0,
     pin: Sequence[str] = (),
+    auto_pin: int = 0,
     max_running: int | None = None,
-    max_queue: int = DEFAULT_MAX_QUEUE,
+    max_queue: int | None = None,
+    max_wait_seconds: float | None = None,
     api_key_file: str | Path | None = None,
     admin_key_file: str | Path | None = None,
 ) -> None:
@@ -195,11 +236,16 @@ def run(
         device: "cuda", "cuda:1" or "cpu"; by default cuda if there is one.
         dtype: "float32", "bfloat16" or "float16"; by default float32 on CPUs, the base's own on
             GPUs.
-        cache_bytes: what resident variants may hold; by default all of them if they fit in half of
-            the free memory.
+        cache_bytes: what resident variants may hold, in slots of equal size; by default twice the
+            family's bytes, but no more than half of the free memory.
+        host_cache_bytes: what variants may hold in host memory, from where they come back to the
+            device without a read; of no use on a CPU.
         pin: variants that are loaded at the start and never evicted.
+        auto_pin: so many of the most asked for are not evicted either.
         max_running: sequences in one batch; 16 on CPUs, 128 on GPUs by default.
-        max_queue: requests that may wait beyond those that run; more get 429.
+        max_queue: requests that may wait beyond those that run; more get 429; 256 by default.
+        max_wait_seconds: how long they may wait; then they get 503; 300 by
+            default.
         api_key_file: file with one key a line; without it everyone who reaches the port may ask.
         admin_key_file: likewise, for loading and unloading; without it nobody may.
 
@@ -218,9 +264,12 @@ def run(
         device=device,
         dtype=dtype,
         cache_bytes=cache_bytes,
+        host_cache_bytes=host_cache_bytes,
         pin=pin,
+        auto_pin=auto_pin,
         max_running=max_running,
         max_queue=max_queue,
+        max_wait_seconds=max_wait_seconds,
     )
     # uvicorn raises the signal again once it has stopped; a person who stops it needs no trace.
     with suppress(KeyboardInterrupt):
