@@ -1,19 +1,28 @@
 """One rank of a tensor-parallel model: `python serving_ranks.py ROOT`, started by a test."""
 
+import queue
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from serving_kit import VARIANTS, dense, load_variant
+from serving_kit import VARIANTS, dense, greedy, load_variant
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from soupkit.errors import ServingError
+from soupkit.serving.engine import Engine
+from soupkit.serving.jobs import End, Job
 from soupkit.serving.layers import VariantBank, ties
+from soupkit.serving.memory import KVPlan
+from soupkit.serving.patches import BASE_SLOT
+from soupkit.serving.sampling import Sampling, Token
+
+Box = queue.Queue[Token | End]
 
 
 @torch.no_grad()
@@ -57,6 +66,63 @@ def check_refused(model: Any) -> None:
             bank.load(0, {}, {name: torch.zeros(embedding.weight.shape)})
 
 
+def random_tokens(count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, 260, (count,), generator=generator).tolist()
+
+
+def check_engine(root: Path, model: Any) -> None:
+    """Greedy texts of all variants in one batch, with prompts in common; a cancel; a bad load."""
+    engine = Engine(model, max_running=16, plan=KVPlan(kv_tokens=1024, batch_tokens=32))
+    engine.start()
+    if dist.get_rank() > 0:
+        engine.follow()
+        return
+    slots = {"base": BASE_SLOT} | {name: slot for slot, name in enumerate(VARIANTS)}
+    variants = {name: load_variant(root, name) for name in VARIANTS}
+    engine.reserve(len(VARIANTS), engine.slot_shape(v.manifest for v in variants.values()))
+    for name, variant in variants.items():
+        engine.load(slots[name], variant)
+    common = random_tokens(40, seed=1)
+    asked = [(name, common + random_tokens(i, seed=i)) for name in slots for i in (3, 11)]
+    boxes = [ask(engine, prompt, slots[name]) for name, prompt in asked]
+    cancelled: Box = queue.Queue()
+    job = Job(tuple(common), 100, frozenset(), Sampling())
+    engine.cancel(engine.submit(job, 0, cancelled.put))
+    for (name, prompt), box in zip(asked, boxes, strict=True):
+        oracle = dense(root, None if name == "base" else name)
+        assert ids_of(box) == greedy(oracle, prompt, 12, stop=None), name
+    while not isinstance(event := cancelled.get(timeout=60), End):
+        pass
+    assert event.reason == "cancelled", event
+    scored = engine.score(tuple(common), 0, num_top=1)
+    with torch.no_grad():
+        logits = dense(root, "linear")(input_ids=torch.tensor([common])).logits[0].log_softmax(-1)
+    expected = [float(logits[at, token]) for at, token in enumerate(common[1:])]
+    assert [token.logprob for token in scored[1:]] == pytest.approx(expected, abs=1e-4)
+    engine.free(0)
+    with pytest.raises(ServingError, match="no such parameter"):
+        engine.load(0, replace(variants["linear"], deltas={}, raw={"nowhere": torch.zeros(1)}))
+    engine.load(0, variants["matrix"])
+    answer = ids_of(ask(engine, common, 0))
+    assert answer == greedy(dense(root, "matrix"), common, 12, stop=None)
+    engine.close()
+
+
+def ask(engine: Engine, tokens: list[int], slot: int) -> Box:
+    box: Box = queue.Queue()
+    engine.submit(Job(tuple(tokens), 12, frozenset(), Sampling(temperature=0.0)), slot, box.put)
+    return box
+
+
+def ids_of(box: Box) -> list[int]:
+    found = []
+    while not isinstance(event := box.get(timeout=60), End):
+        found.append(event.id)
+    assert event.reason == "length", event
+    return found
+
+
 def main() -> None:
     root = Path(sys.argv[1])
     dist.init_process_group("gloo")
@@ -67,6 +133,7 @@ def main() -> None:
     ).eval()
     check_forwards(root, model)
     check_refused(model)
+    check_engine(root, model)
     dist.destroy_process_group()
 
 

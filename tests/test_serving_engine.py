@@ -342,11 +342,16 @@ def test_the_guard_remembers_tokens_of_every_layer_until_the_next_batch() -> Non
 
     cache = SimpleNamespace(update=lambda keys, values, *_, **__: (keys, values))
     guard = KeyValueGuard(cache)
+    ranks: Any = SimpleNamespace(alone=True, any=lambda flags: flags)
+
+    def broken_tokens() -> list[int]:
+        return guard.broken_tokens(ranks, 3, torch.device("cpu"))
+
     fine = torch.ones(1, 2, 3, 4)
     for position, bad in enumerate((float("nan"), float("inf"), -float("inf"))):
         with Nothing():  # type: ignore[no-untyped-call]
             guard.begin()
-        assert guard.broken_tokens() == []
+        assert broken_tokens() == []
         broken = fine.clone()
         broken[0, 1, position, 2] = bad
         keys, values = cache.update(fine, broken, 0, {})
@@ -358,4 +363,4 @@ def test_the_guard_remembers_tokens_of_every_layer_until_the_next_batch() -> Non
         broken = fine.clone()
         broken[0, 0, 0, 0] = bad
         cache.update(broken, fine, 2, {})
-        assert guard.broken_tokens() == sorted({0, position})
+        assert broken_tokens() == sorted({0, position})

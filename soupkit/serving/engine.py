@@ -11,14 +11,17 @@ What continuous batching lacks is added at some seams of its manager, found on t
     its search_prefix_match, mark_complete_blocks and the scheduler's waiting candidates
                                 what prompts have in common is computed once a variant (prefix.py)
 
+On several ranks (transformers' tensor parallelism) each has an engine of the same settings. The
+first is used; the others `start` and `follow`. Requests, with what each is for, travel as the
+manager's do (tp_broadcast_object_from_rank_0), slots by ranks.py.
+
 CUDA graphs are off: a replay would skip the first two seams.
 Not here: queues in front (router.py), which slots hold what (cache.py), text (text.py).
 """
 
-import contextlib
 import itertools
 import threading
-from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,28 +30,28 @@ from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import RequestStatus
 
-from soupkit.bundle import Manifest
 from soupkit.errors import ServingError
 
 from .guard import KeyValueGuard
-from .jobs import Deliver, End, Job, Record
-from .layers import VariantBank, ties
+from .jobs import Deliver, End, Job, Record, check_job
+from .layers import VariantBank
 from .memory import KVPlan
 from .patches import BASE_SLOT
 from .prefix import PrefixCache
+from .ranks import Ranks
 from .sampling import Token, choose, describe
-from .shape import SlotShape, outline
+from .slots import EngineSlots
 
 PAGE_TOKENS = 16
 NOT_FINITE = "the model's numbers overflowed; this variant or its dtype cannot answer this prompt"
 
 
-class Engine:
+class Engine(EngineSlots):
     """One model, its variant slots and the thread that generates.
 
-    `load` and `free` are for one loader thread; `submit`, `cancel` and `score` for any. Events of a
-    job are delivered on the engine's thread, in order, `End` last and exactly once; a deliverer
-    must not block.
+    `load`, `free` and `reserve` are for one loader thread; `submit`, `cancel` and `score` for any.
+    Events of a job are delivered on the engine's thread, in order, `End` last and exactly once; a
+    deliverer must not block.
     """
 
     def __init__(self, model: Any, *, max_running: int, plan: KVPlan) -> None:
@@ -65,10 +68,7 @@ class Engine:
         positions = getattr(config, "max_position_embeddings", None) or plan.kv_tokens
         self.max_context: int = min(positions, plan.kv_tokens)
         self._model = model
-        self._bank = VariantBank(
-            model, vocab_size=self.vocab_size, head=model.get_output_embeddings()
-        )
-        self._salts: dict[int, bytes] = {BASE_SLOT: b""}  # content digest of what a slot holds
+        bank = VariantBank(model, vocab_size=self.vocab_size, head=model.get_output_embeddings())
         self._records: dict[str, Record] = {}
         self._lock = threading.Lock()
         self._ids = itertools.count()
@@ -76,6 +76,8 @@ class Engine:
         self._owners: list[Record] = []  # of each token of the current batch
         self._stopped = False
         self._manager = self._make_manager(plan)
+        super().__init__(bank, Ranks(self._manager.distributed_helper))
+        self._ranks.works |= {"score": self._logits, "close": self._close}
 
     def _make_manager(self, plan: KVPlan) -> Any:
         manager = self._model.init_continuous_batching(
@@ -108,6 +110,11 @@ class Engine:
         )
         self._prepare, inputs.prepare_batch_tensors = inputs.prepare_batch_tensors, self._on_prepare
         processor.model_runner._sample = self._on_sample
+        helper = manager.distributed_helper
+        self._broadcast, helper.tp_broadcast_object_from_rank_0 = (
+            helper.tp_broadcast_object_from_rank_0,
+            self._on_broadcast,
+        )
         self._clear, scheduler.clear_cancelled_requests = (
             scheduler.clear_cancelled_requests,
             self._on_clear,
@@ -119,8 +126,15 @@ class Engine:
     def start(self) -> None:
         self._manager.start()
 
+    def follow(self) -> None:
+        """On every rank but the first, after `start`: does as the first does, until its `close`."""
+        self._ranks.follow()
+
     def close(self) -> None:
         """Ends the thread (open jobs get an error) and leaves the model as the plain base."""
+        self._ranks.everywhere("close")
+
+    def _close(self) -> None:
         if self._manager.is_running():
             self._manager.stop(block=True, hard_stop=True)
         self._bank.close()
@@ -134,45 +148,13 @@ class Engine:
     def num_open(self) -> int:
         return len(self._records)
 
-    @property
-    def arena_bytes(self) -> int:
-        """See `VariantBank.arena_bytes`."""
-        return self._bank.arena_bytes
-
-    def load(self, slot: int, variant: Any) -> None:
-        """Puts a checked variant into an empty slot; see `VariantBank.load`."""
-        self._bank.load(slot, variant.deltas, variant.raw, **ties(variant.manifest))
-        self._salts[slot] = variant.digest.encode()
-
-    def check(self, variant: Any) -> None:
-        """Raises ServingError, naming the tensor, if `load` would refuse the variant."""
-        self._bank.shape_of(variant.deltas, variant.raw, **ties(variant.manifest))
-
-    def slot_shape(self, manifests: Iterable[Manifest]) -> SlotShape:
-        """What a slot has to take for any of these variants; one that cannot be served adds nothing
-        (`check` says why).
-        """
-        shape = SlotShape()
-        for manifest in manifests:
-            with contextlib.suppress(ServingError):
-                shape = shape.merged(self._bank.shape_of(*outline(manifest), **ties(manifest)))
-        return shape
-
-    def slot_bytes(self, manifests: Iterable[Manifest]) -> int:
-        """Device bytes of a slot that takes any of these variants."""
-        return self.slot_shape(manifests).nbytes
-
-    def reserve(self, slots: int, shape: SlotShape) -> None:
-        """Allocates the slots; see `VariantBank.reserve`. For the loader thread."""
-        self._bank.reserve(slots, shape)
-
     def free(self, slot: int) -> None:
         """Empties a slot. Raises ServingError while a job still uses it."""
         with self._lock:
             users = [key for key, record in self._records.items() if record.slot == slot]
         if users:
             raise ServingError(f"slot {slot} is used by {len(users)} jobs; free it after their end")
-        self._bank.free(slot)
+        super().free(slot)
 
     def submit(self, job: Job, slot: int, deliver: Deliver) -> str:
         """Starts a job; its events go to `deliver`, and its slot stays loaded until its end.
@@ -184,10 +166,14 @@ class Engine:
             ValueError: a token, the length or the slot is not one the engine has.
             ServingError: the engine's thread has ended.
         """
-        self._check(job, slot)
+        check_job(job, vocab_size=self.vocab_size, max_context=self.max_context)
+        if slot != BASE_SLOT and slot not in self._bank.slots:
+            raise ValueError(f"slot {slot} holds no variant")
+        if not self._ranks.alone:
+            job = replace(job, sampling=job.sampling.seeded())
         key = f"job-{next(self._ids)}"
         with self._lock:
-            self._records[key] = Record(job, slot, self._salts[slot], deliver)
+            self._records[key] = Record(job, slot, self.salts[slot], deliver)
         accepted = self._manager.add_request(
             list(job.tokens),
             request_id=key,
@@ -222,6 +208,13 @@ class Engine:
             )
         if not self.alive:
             raise ServingError("the engine has stopped; restart the server")
+        logits = self._ranks.everywhere("score", tokens, slot)
+        if not bool(logits.amax(dim=-1).isfinite().all()):
+            raise ServingError(NOT_FINITE)
+        scored = [describe(logits[i], token, num_top) for i, token in enumerate(tokens[1:])]
+        return [Token(tokens[0]), *scored]
+
+    def _logits(self, tokens: tuple[int, ...], slot: int) -> Tensor:
         ids = torch.tensor([tokens], device=self._model.device)
         with self._manager.pause(), torch.no_grad():
             self._bank.set_batch([slot] * len(tokens), [slot] * len(tokens))
@@ -229,25 +222,7 @@ class Engine:
                 logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
             finally:
                 self._bank.batch = None
-        if not bool(logits.amax(dim=-1).isfinite().all()):
-            raise ServingError(NOT_FINITE)
-        scored = [describe(logits[i], token, num_top) for i, token in enumerate(tokens[1:])]
-        return [Token(tokens[0]), *scored]
-
-    def _check(self, job: Job, slot: int) -> None:
-        if not job.tokens:
-            raise ValueError("the prompt is empty; give at least one token")
-        bad = next((t for t in job.tokens if not 0 <= t < self.vocab_size), None)
-        if bad is not None:
-            raise ValueError(f"token id {bad} is outside the vocabulary of {self.vocab_size}")
-        total = len(job.tokens) + job.max_tokens
-        if job.max_tokens < 1 or total > self.max_context:
-            raise ValueError(
-                f"{len(job.tokens)} prompt tokens + max_tokens={job.max_tokens}: at least 1 and "
-                f"together at most {self.max_context}"
-            )
-        if slot != BASE_SLOT and slot not in self._bank.slots:
-            raise ValueError(f"slot {slot} holds no variant")
+        return logits
 
     def _end_early(self, key: str, fate: End) -> None:
         with self._lock:
@@ -261,7 +236,18 @@ class Engine:
 
     def _salt_of(self, key: str) -> bytes | None:
         record = self._records.get(key)
-        return None if record is None or record.fate is not None else record.salt
+        return None if record is None or record.has_failed else record.salt
+
+    def _on_broadcast(self, payload: Any) -> Any:
+        """New requests, and what they are for: the other ranks get records of them."""
+        known = self._records
+        jobs = {s.request_id: known[s.request_id] for s in payload[0] if s.request_id in known}
+        tickets = {key: (record.job, record.slot, record.salt) for key, record in jobs.items()}
+        payload, tickets = self._broadcast((payload, tickets))
+        if not self._ranks.is_first:
+            for key, (job, slot, salt) in tickets.items():
+                known[key] = Record(job, slot, salt, lambda _: None)
+        return payload
 
     def _on_prepare(self, requests_in_batch: list[Any], **rest: Any) -> None:
         self._prepare(requests_in_batch=requests_in_batch, **rest)
@@ -277,7 +263,8 @@ class Engine:
         self._guard.begin()
 
     def _on_sample(self, scores: Tensor, output_ids: Tensor) -> None:
-        for position in self._guard.broken_tokens():
+        count = len(self._owners)
+        for position in self._guard.broken_tokens(self._ranks, count, scores.device):
             self._owners[position].fail(NOT_FINITE)
         batch = self._batch
         if not batch:
@@ -297,7 +284,10 @@ class Engine:
             }
         for key in doomed:
             # Asked for again each time: a cancel can overtake its own request on the way in.
-            self._scheduler.set_request_cancellation(key)
+            if self._ranks.alone:
+                self._scheduler.set_request_cancellation(key)
+            elif self._ranks.is_first:
+                self._manager.cancel_request(key)  # all ranks hear of it with the next batch
         cleared: list[Any] = self._clear()
         for state in cleared:
             self._finish(state.request_id, End("cancelled"))

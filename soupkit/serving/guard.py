@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .ranks import Ranks
+
 
 class KeyValueGuard:
     """Stands between the model and the paged cache; used on the engine's thread only."""
@@ -27,9 +29,17 @@ class KeyValueGuard:
         """
         self._broken = None
 
-    def broken_tokens(self) -> list[int]:
-        """Positions in the batch whose keys or values overflowed in any layer."""
-        return [] if self._broken is None else self._broken.nonzero().flatten().tolist()
+    def broken_tokens(self, ranks: Ranks, count: int, device: torch.device) -> list[int]:
+        """Positions in the batch of `count` tokens whose keys or values overflowed in any layer.
+
+        A collective of the ranks: each has seen its own heads only.
+        """
+        broken = self._broken
+        if broken is None:
+            if ranks.alone:
+                return []
+            broken = torch.zeros(count, dtype=torch.bool, device=device)
+        return ranks.any(broken).nonzero().flatten().tolist()
 
     def update(
         self,

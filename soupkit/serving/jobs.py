@@ -22,6 +22,21 @@ class Job:
     sampling: Sampling
 
 
+def check_job(job: Job, *, vocab_size: int, max_context: int) -> None:
+    """Raise ValueError for a token or a length that the engine does not have."""
+    if not job.tokens:
+        raise ValueError("the prompt is empty; give at least one token")
+    bad = next((t for t in job.tokens if not 0 <= t < vocab_size), None)
+    if bad is not None:
+        raise ValueError(f"token id {bad} is outside the vocabulary of {vocab_size}")
+    total = len(job.tokens) + job.max_tokens
+    if job.max_tokens < 1 or total > max_context:
+        raise ValueError(
+            f"{len(job.tokens)} prompt tokens + max_tokens={job.max_tokens}: at least 1 and "
+            f"together at most {max_context}"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class End:
     """The last event of every job."""
@@ -36,7 +51,9 @@ Deliver = Callable[[Token | End], None]
 class Record:
     """A job the engine thread works on."""
 
-    __slots__ = ("chooser", "deliver", "fate", "fresh", "job", "num_sent", "salt", "slot")
+    __slots__ = (
+        "chooser", "deliver", "fate", "fresh", "has_failed", "job", "num_sent", "salt", "slot",
+    )  # fmt: skip
 
     def __init__(self, job: Job, slot: int, salt: bytes, deliver: Deliver) -> None:
         """salt: the content digest of the weights in the slot."""
@@ -44,10 +61,12 @@ class Record:
         self.chooser = Chooser(job.sampling)
         self.fresh: list[Token] = []  # chosen, not yet delivered
         self.num_sent = 0
+        self.has_failed = False
         self.fate: End | None = None  # how it ends early
 
     def fail(self, reason: str) -> None:
-        """Ends it with an error, unless it is ending early already."""
+        """Ends it with an error, unless it is ending early already; every rank does so at once."""
+        self.has_failed = True
         self.fate = self.fate or End("error", reason)
 
 

@@ -7,13 +7,6 @@ packed deltas from an arena of slots in each of them, any other token-wise leaf 
 row's own vectors, or by running it per variant on that variant's rows. The slots of a batch are one
 object that the engine sets before each forward.
 
-Slots are equal and allocated beforehand (`reserve`), so loading a variant changes no shape and no
-address. For a captured CUDA graph that is half of what a replay needs; the other half is that
-`set_batch` fill buffers of fixed addresses instead of making new ones (the rows of `Rows.index`,
-and a plan made on the device, `soupkit_kernels.plan.device_plan`, whose shapes follow from the
-number of rows and slots alone), and that no patch ask which slots are active: all of them would
-take the mixed way, in which empty slots act as the base.
-
 Tied parameters are one parameter: a delta of the embedding acts in a tied lm_head too. What cannot
 act per token is refused when the variant is loaded, with the tensor's name; nothing is left out
 silently. Not here: which variants are resident (cache.py), how ranks share a model (parallel.py).
@@ -33,6 +26,7 @@ from soupkit_kernels.slots import Room, form_of
 from soupkit_kernels.triton_support import why_not
 
 from .parallel import check_place, cut
+from .parallel import local as local_part
 from .patches import (
     BASE_SLOT,
     Batch,
@@ -216,6 +210,10 @@ class VariantBank:
                 module = ModuleShape(None, {local: spec})
             found = found.merged(SlotShape({name: module}))
         return found
+
+    def fitted(self, shape: SlotShape) -> SlotShape:
+        """The shape for this rank's parts of the parameters, from that for another rank's."""
+        return shape.over(lambda name, own: local_part(self._parameters[_join(name, own)]).shape)
 
     def free(self, slot: int) -> None:
         """Empties a slot that no batch names any more."""

@@ -6,8 +6,9 @@ Log-probabilities are those of the model, before temperature and cuts.
 """
 
 import random
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -40,6 +41,10 @@ class Sampling:
             raise ValueError(f"top_k={self.top_k}: use 0 (all tokens) or more")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise ValueError(f"logprobs={self.logprobs}: use 0 to {MAX_LOGPROBS}")
+
+    def seeded(self) -> "Sampling":
+        """With a seed, a fresh one if it has none: what several ranks draw alike."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(63))
 
 
 @dataclass(frozen=True, slots=True)

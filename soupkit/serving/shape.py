@@ -4,10 +4,16 @@
 
 Slots are equal, so that any variant fits in any of them and taking one out for another changes no
 shape and no address; the budget of a device over the bytes of a slot is how many there are.
+
+For a captured CUDA graph that is half of what a replay needs. The other half would be that
+`VariantBank.set_batch` fills buffers of fixed addresses instead of making new ones (`Rows.index`,
+and a plan made on the device, `soupkit_kernels.plan.device_plan`, whose shapes follow from the
+numbers of rows and slots alone), and that no patch asks which slots are active: all would take the
+mixed way, in which an empty slot acts as the base.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -65,6 +71,25 @@ class SlotShape:
         modules = dict(self.modules)
         for name, module in other.modules.items():
             modules[name] = modules.get(name, ModuleShape()).merged(module)
+        return SlotShape(modules)
+
+    def over(self, shape_of: Callable[[str, str], Sequence[int]]) -> "SlotShape":
+        """Slots of the same forms for parameters of other sizes.
+
+        Args:
+            shape_of: the shape of a parameter, by its module's name and its own.
+        """
+        modules = {}
+        for name, module in self.modules.items():
+            room = module.room
+            if room is not None:
+                rows, columns = shape_of(name, "weight")
+                room = replace(room, out_features=rows, in_features=columns)
+            whole = {
+                own: replace(spec, shape=tuple(shape_of(name, own)))
+                for own, spec in module.whole.items()
+            }
+            modules[name] = ModuleShape(room, whole)
         return SlotShape(modules)
 
     def takes(self, other: "SlotShape") -> bool:
