@@ -111,6 +111,15 @@ class RouterMachine(RuleBasedStateMachine):
         assert failed <= waiters, "R5: a failed load failed others"
         self._note()
 
+    @rule()
+    def all_arrives(self) -> None:
+        """So that a run gets deep."""
+        for _ in range(3):
+            for digest in list(self.fake.loading):
+                self.fake.loads(digest)
+            self.fake.settles()
+        self._note()
+
     @precondition(lambda self: self.fake.installing)
     @rule(works=st.sampled_from([True, True, False]))
     def install_ends(self, works: bool) -> None:
@@ -167,8 +176,10 @@ class RouterMachine(RuleBasedStateMachine):
         self.router.set_family(self.known, pinned)
         self._note()
 
-    @rule(digest=st.sampled_from(sorted(NEEDS)), seconds=st.sampled_from([0.0, 5.0]))
-    def unload(self, digest: str, seconds: float) -> None:
+    @rule(data=st.data(), seconds=st.sampled_from([0.0, 5.0]))
+    def unload(self, data: Any, seconds: float) -> None:
+        used = {t.digest for t in self.open} - {BASE_DIGEST}
+        digest = data.draw(st.sampled_from(sorted(used or NEEDS)))
         self.known.discard(digest)
         self.unloaded[digest] = self.clock.now + seconds
         running = self._running(digest)
