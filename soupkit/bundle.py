@@ -6,8 +6,8 @@ input.
 
 Opening is cheap: the manifest against its schema and checksum, and the file's header against the
 manifest. Loading reads the whole file into memory of its own, in parallel, and checks the content
-digest and that every number is finite. Any fault is a BundleError. soupkit.export writes variants;
-soupkit.family keeps several.
+digest and that every number is finite, in one pass. Any fault is a BundleError.
+soupkit.export writes variants; soupkit.family keeps several.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,6 +25,7 @@ from soupkit.family_write import add_variant, create_or_open_family
 from soupkit.files import fault_text, open_regular, read_json
 from soupkit.fingerprint import Entry, digest_of, num_threads, sha256_of
 from soupkit.manifest import MANIFEST_NAME, WEIGHTS_NAME, Manifest, TensorEntry, matrix_shape
+from soupkit.streaming import host_buffer, read_checked
 from soupkit.tensorfile import Slot, dtype_name, read_header, read_into, typed
 from soupkit_kernels import Delta
 
@@ -104,7 +105,7 @@ class Variant:
             BundleError: it is not stored as a delta, or the file is damaged.
         """
         self._need_kind(param, "delta")
-        return self._delta(param, self._read)
+        return self._make_delta(param, lambda name: self._finite(name, self._read(name)))
 
     def raw(self, param: str) -> Tensor:
         """One parameter that is stored whole, read now, checked to be finite.
@@ -115,26 +116,34 @@ class Variant:
         self._need_kind(param, "raw")
         return self._finite(f"{param}.raw", self._read(f"{param}.raw"))
 
-    def load(self, *, check: bool = True) -> LoadedVariant:
-        """Read everything, in parallel threads.
+    def load(
+        self, *, check: bool = True, threads: int | None = None, pin_memory: bool = False
+    ) -> LoadedVariant:
+        """Read everything, in parallel threads, into one buffer that the tensors are views of.
 
         Args:
             check: compare the content digest with the manifest's; costs a sha256 of every byte.
+            threads: that read, hash and check; None: as many as are of use on this machine.
+            pin_memory: read into page-locked memory, from where a GPU takes copies by itself.
         Raises:
             BundleError: truncated, damaged, not finite.
         """
         path = self.path / WEIGHTS_NAME
         with _faults_of(path):
-            tensors, hashes = self._read_all(check=check)
+            tensors, hashes, infinite = self._read_all(
+                check=check, threads=threads or num_threads(), pin_memory=pin_memory
+            )
         digest = self._checked(digest_of(hashes)) if check else self.manifest.digest
+        for name in sorted(infinite):
+            raise self._not_finite(name)
         deltas: dict[str, Delta] = {}
         raw: dict[str, Tensor] = {}
         for entry in self.manifest.tensors:
             name = entry.name
             if entry.kind == "delta":
-                deltas[name] = self._delta(name, tensors.__getitem__)
+                deltas[name] = self._make_delta(name, tensors.__getitem__)
             elif entry.kind == "raw":
-                raw[name] = self._finite(f"{name}.raw", tensors[f"{name}.raw"])
+                raw[name] = tensors[f"{name}.raw"]
         return LoadedVariant(deltas, raw, digest, self.nbytes, self.manifest)
 
     def check_digest(self) -> None:
@@ -173,36 +182,38 @@ class Variant:
             read_into(file.fileno(), buffer, self._slots[name].start)
         return typed(buffer, self._slots[name].spec)
 
-    def _read_all(self, *, check: bool) -> tuple[dict[str, Tensor], list[Entry]]:
-        """Every tensor, a view of one buffer in the file's order, and the hashes if asked for."""
+    def _read_all(
+        self, *, check: bool, threads: int, pin_memory: bool
+    ) -> tuple[dict[str, Tensor], list[Entry], list[str]]:
+        """Every tensor, a view of one buffer in the file's order, the hashes if asked for, and the
+        names of those that are not finite.
+        """
         start = min((slot.start for slot in self._slots.values()), default=0)
-        whole = torch.empty(self.nbytes, dtype=torch.uint8)
+        whole = host_buffer(self.nbytes, pin_memory=pin_memory)
         tensors: dict[str, Tensor] = {}
+        infinite: list[str] = []
 
         with open_regular(self.path / WEIGHTS_NAME) as file:
 
-            def read(item: tuple[str, Slot]) -> Entry | None:
+            def read(item: tuple[str, Slot]) -> Entry:
                 name, slot = item
                 part = whole[slot.start - start : slot.stop - start]
-                read_into(file.fileno(), part, slot.start)
+                sha, finite = read_checked(file.fileno(), part, slot, check=check)
                 tensors[name] = typed(part, slot.spec)
-                if not check:
-                    return None
-                sha = sha256_of(part, dtype=torch.uint8)
+                if not finite:
+                    infinite.append(name)
                 return name, dtype_name(slot.spec.dtype), slot.spec.shape, sha
 
-            with ThreadPoolExecutor(num_threads()) as pool:
+            with ThreadPoolExecutor(threads) as pool:
                 # Largest first, so that no thread is left alone with the embedding at the end.
                 order = sorted(self._slots.items(), key=lambda item: -item[1].spec.nbytes)
-                hashes = [entry for entry in pool.map(read, order) if entry is not None]
-        return tensors, hashes
+                hashes = list(pool.map(read, order))
+        return tensors, hashes, infinite
 
-    def _delta(self, param: str, read: Callable[[str], Tensor]) -> Delta:
-        """The delta of the parts that its entry lists; `read` gives a tensor of the file."""
+    def _make_delta(self, param: str, tensor: Callable[[str], Tensor]) -> Delta:
+        """The delta of the parts that its entry lists; `tensor` gives one of the file's."""
         entry = self.entry(param)
-        parts: dict[str, Tensor] = {}
-        for name in entry.stored_specs():
-            parts[name.rpartition(".")[2]] = self._finite(name, read(name))
+        parts = {name.rpartition(".")[2]: tensor(name) for name in entry.stored_specs()}
         rows, columns = matrix_shape(param, entry.shape)
         return Delta(
             rows,
@@ -216,10 +227,12 @@ class Variant:
 
     def _finite(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise BundleError(
-                f"{self.path / WEIGHTS_NAME}: {name!r} holds NaN or infinity; export it again"
-            )
+            raise self._not_finite(name)
         return tensor
+
+    def _not_finite(self, name: str) -> BundleError:
+        path = self.path / WEIGHTS_NAME
+        return BundleError(f"{path}: {name!r} holds NaN or infinity; export it again")
 
 
 def open_variant(folder: str | Path) -> Variant:

@@ -7,6 +7,7 @@ so a restart shows all.
 """
 
 import logging
+import os
 from pathlib import Path
 
 from soupkit.bundle import (
@@ -18,16 +19,24 @@ from soupkit.bundle import (
     open_variant,
 )
 from soupkit.errors import BundleError
+from soupkit.fingerprint import MAX_THREADS
 from soupkit.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
 
+def load_threads() -> int:
+    """Threads that read one variant: two loads at a time leave the engine's thread a core."""
+    return max(1, min(MAX_THREADS, (len(os.sched_getaffinity(0)) - 1) // 2))
+
+
 class Catalog:
     """Names of a family; `refresh` looks whether it changed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, pin_memory: bool = False) -> None:
+        """pin_memory: whether variants are read into page-locked memory, for a GPU."""
         self.path = path
+        self._pin_memory = pin_memory
         self.family: Family = open_family(path)
         self._stamp = self._read_stamp()
         self._complained = False
@@ -77,7 +86,7 @@ class Catalog:
         variant = open_variant(self.family.folder(ref.name))
         if variant.manifest.base_fingerprint != self.family.base.fingerprint:
             raise BundleError(f"variant {ref.name!r} was made for another base; export it again")
-        loaded = variant.load(check=True)
+        loaded = variant.load(threads=load_threads(), pin_memory=self._pin_memory)
         if loaded.digest != ref.digest:
             raise BundleError(
                 f"variant {ref.name!r} has digest {loaded.digest}, family.json says "

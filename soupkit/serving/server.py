@@ -104,7 +104,7 @@ def build_service(
     if max_wait_seconds is not None and not max_wait_seconds > 0:
         raise ValueError(f"max_wait_seconds={max_wait_seconds}: must be above 0")
     target = _device(device)
-    catalog = Catalog(Path(family))
+    catalog = Catalog(Path(family), pin_memory=target.type == "cuda")
     unknown = [name for name in pin if name not in catalog.variants]
     if unknown:
         known = ", ".join(catalog.variants) or "none"
