@@ -1,5 +1,6 @@
 """Variants loaded and unloaded by an administrator while others are served."""
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -9,9 +10,20 @@ from typing import Any
 
 import httpx
 import pytest
-from serving_kit import CONTEXT, WAIT, Oracle, make_family, metrics_of, serving, wait_for
+from serving_kit import (
+    CONTEXT,
+    VARIANTS,
+    WAIT,
+    Oracle,
+    load_variant,
+    make_family,
+    metrics_of,
+    serving,
+    wait_for,
+)
 
 from soupkit.serving import server as server_module
+from soupkit.serving.server import build_service
 
 ADMIN = {"authorization": "Bearer admin-key"}
 OPTIONS: dict[str, Any] = {"keys": ("user-key",), "admin_keys": ("admin-key",)}
@@ -228,6 +240,46 @@ def test_what_cannot_be_loaded_stays_hidden_and_unpinned(tmp_path: Path) -> None
         assert ask(url, "norms").status_code == 200
 
 
+# serving.md, R8 and row 20: pins for the latency-critical, but never of all slots.
+def test_a_pin_too_many_is_refused_and_holds_nothing(root: Path) -> None:
+    manifests = [load_variant(root, name).manifest for name in VARIANTS]
+    roomy = build_service(root / "family")
+    slot_bytes = roomy.engine.slot_bytes(manifests)
+    roomy.engine.close()
+    with serving(root, cache_bytes=2 * slot_bytes, **OPTIONS) as (server, url):
+        assert change(url, "load", lora_name="linear", pinned=True).json()["pinned"]
+        refused = change(url, "load", lora_name="norms", pinned=True)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "pinned"
+        assert "of 2 slots" in refused.json()["error"]["message"]
+        assert server._service.pinned == {"linear"}
+        for name in ("norms", "embed", "matrix"):
+            assert ask(url, name).status_code == 200
+        assert metrics_of(url)["soupkit_variant_pinned,linear"] == 1
+        assert metrics_of(url)["soupkit_variant_resident_bytes,linear"] > 0
+        assert not change(url, "load", lora_name="linear", pinned=False).json()["pinned"]
+        assert change(url, "load", lora_name="norms", pinned=True).json()["pinned"]
+
+
+def test_two_names_of_one_content_are_let_go_one_by_one(tmp_path: Path) -> None:
+    root = make_family(tmp_path, names=["linear"])
+    file = root / "family" / "family.json"
+    document = json.loads(file.read_text())
+    document["variants"]["twin"] = document["variants"]["linear"]
+    file.write_text(json.dumps(document))
+    with serving(root, **OPTIONS) as (_, url):
+        assert ask(url, "twin").json()["choices"] == ask(url, "linear").json()["choices"]
+        first = change(url, "unload", lora_name="linear").json()
+        assert first["freed_bytes"] == {"device": 0, "host": 0}
+        assert first["shared_with"] == ["twin"]
+        assert ask(url, "linear").status_code == 404
+        assert ask(url, "twin").status_code == 200
+        second = change(url, "unload", lora_name="twin").json()
+        assert second["freed_bytes"]["device"] > 0
+        assert second["shared_with"] == []
+
+
+# serving.md, row 17: what was loaded at run time is forgotten by a restart.
 def test_a_restart_serves_what_was_unloaded(root: Path) -> None:
     for _ in range(2):
         with serving(root, **OPTIONS) as (_, url):

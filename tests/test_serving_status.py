@@ -94,6 +94,16 @@ def test_metrics_tell_of_every_variant_and_add_up(url: str) -> None:
         assert values[f"soupkit_time_per_output_token_seconds_count,{name}"] == tokens - requests
 
 
+def test_errors_are_counted_by_status(url: str) -> None:
+    before = metrics_of(url)
+    assert ask(url, "missing").status_code == 404
+    assert ask(url, "base", temperature=-1).status_code == 400
+    after = metrics_of(url)
+    for status in (400, 404):
+        name = f"soupkit_errors_total,{status}"
+        assert after[name] - before.get(name, 0) == 1
+
+
 def test_labels_come_and_go_with_the_family(tmp_path: Path) -> None:
     root = make_family(tmp_path, names=["linear"])
     with serving(root, cache_bytes=10_000_000) as (server, url):

@@ -84,7 +84,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
-    _add_errors(app)
+    _add_errors(app, service)
     app.add_middleware(Gate, keys=keys, admin_keys=admin_keys)
     _add_status(app, service)
     # Only documents that a key is asked for: the gate asks.
@@ -250,11 +250,13 @@ async def _while_connected(request: Request, work: Awaitable[T]) -> T:
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-def _add_errors(app: FastAPI) -> None:
+def _add_errors(app: FastAPI, service: Service) -> None:
     """Every error leaves in OpenAI's body."""
 
     async def api_error(_: Request, error: Exception) -> Response:
-        return error_response(_as_api_error(error))
+        told = _as_api_error(error)
+        service.metrics.errors.labels(str(told.status)).inc()
+        return error_response(told)
 
     for kind in (ApiError, RequestValidationError, HTTPException, ServingError):
         app.add_exception_handler(kind, api_error)

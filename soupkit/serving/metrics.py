@@ -67,6 +67,7 @@ class Metrics:
         self._models: frozenset[str] = frozenset()
         self.latencies = Latencies()
 
+        self.errors = counter("errors", "Requests that were answered by an error", ("status",))
         self.hits = counter("cache_hits", "Requests whose variant was resident")
         self.misses = counter("cache_misses", "Requests whose variant was not resident")
         self.loads = counter("loads", "Variants loaded into the cache")

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 from soupkit.bundle import VariantRef
@@ -21,6 +22,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 async def completion_answer(service: Service, body: CompletionRequest) -> Answer:
     """The answer to a text completion, not yet submitted. Raises ApiError."""
+    arrived = time.monotonic()
     body.refuse_unsupported()
     ref, text = await _model(service, body.model)
     _check_counts(body)
@@ -47,6 +49,7 @@ async def completion_answer(service: Service, body: CompletionRequest) -> Answer
                 text,
                 tokens,
                 limit,
+                arrived,
                 number=number,
                 score_prompt=bool(body.echo) and body.logprobs is not None,
             )
@@ -79,6 +82,7 @@ def _check_counts(body: CompletionRequest) -> None:
 
 async def chat_answer(service: Service, body: ChatRequest) -> Answer:
     """The answer to a chat completion, not yet submitted. Raises ApiError."""
+    arrived = time.monotonic()
     body.refuse_unsupported()
     ref, text = await _model(service, body.model)
     tokens = await _render(text.tokenizer, body)
@@ -94,7 +98,7 @@ async def chat_answer(service: Service, body: ChatRequest) -> Answer:
     )
     choices = []
     for number in range(body.num_choices):
-        generation = _generation(body, ref, text, tokens, limit, number=number)
+        generation = _generation(body, ref, text, tokens, limit, arrived, number=number)
         choices.append(Choice(number, generation, text.tokenizer, body.stops, bool(body.logprobs)))
     return Answer("chat.completion", body.model, choices, len(tokens))
 
@@ -105,6 +109,7 @@ def _generation(
     text: TextSetup,
     tokens: list[int],
     limit: int,
+    arrived: float,
     *,
     number: int,
     score_prompt: bool = False,
@@ -116,6 +121,7 @@ def _generation(
         model=body.model,
         job=Job(tuple(tokens), limit, stop_tokens, body.sampling(number)),
         score_prompt=score_prompt,
+        created=arrived,
     )
 
 
