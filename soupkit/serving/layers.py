@@ -105,11 +105,13 @@ class VariantBank:
             return
         unknown = active - self._residents.keys()
         assert not unknown, f"slots {sorted(unknown)} hold no variant"
-        tokens, heads = (
-            Rows(torch.tensor(slots), tuple(active), self._device, planes=self._planes)
-            for slots in (token_slots, head_slots)
-        )
+        tokens = self._rows(token_slots, active)
+        # While all sequences decode, these are the same and so is their plan.
+        heads = tokens if head_slots == token_slots else self._rows(head_slots, active)
         self.batch = Batch(active, tokens, heads)
+
+    def _rows(self, slots: Sequence[int], active: frozenset[int]) -> Rows:
+        return Rows(torch.tensor(slots), tuple(active), self._device, planes=self._planes)
 
     def load(
         self,

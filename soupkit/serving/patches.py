@@ -270,8 +270,10 @@ class LinearPatch(DeltaPatch):
     module: nn.Linear
 
     def act(self, x: Tensor, rows: Rows, active: frozenset[int]) -> Tensor:
-        whole, weight = self.whole, self.module.weight
-        bias: Tensor | None = self.module.bias
+        whole = self.whole
+        # Not by attribute: a module looks through three places for those, in every layer and step.
+        parameters: Any = self.module._parameters
+        weight, bias = parameters["weight"], parameters["bias"]
         own_biases = "bias" in whole.specs
         if own_biases:
             # All rows of one variant: its own bias; else each row's is added after.
