@@ -2,13 +2,16 @@
 
 import itertools
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import serving_kit
 import torch
 
-from soupkit.bench import export, merge, rows, serve, strategies
+from soupkit.bench import export, load, merge, rows, serve, strategies
 from soupkit.bench.rows import Row, compare, document
+from soupkit.bundle import create_or_open_family
+from soupkit.checkpoint import open_checkpoint
 
 
 def row(**changes: object) -> Row:
@@ -96,10 +99,45 @@ def test_export_and_restore_are_measured(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_serving_is_measured(tmp_path: Path) -> None:
     family = serving_kit.make_family(tmp_path, names=("linear", "norms")) / "family"
-    one, mixed = serve.run(family, quick=True)
-    assert one.name == "8 requests, linear"
-    assert mixed.name == "8 requests, 2 variants + base"
-    assert min(one.value, mixed.value) > 0
+    found = {one.name: one for one in serve.run(family, quick=True)}
+    figures = [name for name, *_ in serve._FIGURES]
+    batches = ("base, 8 requests", "1 variant, 8 requests", "base, 14 requests")
+    mixed = "2 variants mixed, 14 requests"
+    assert list(found) == [f"{batch}: {what}" for batch in (*batches, mixed) for what in figures]
+    assert min(row.value for row in found.values()) > 0
+    goals = {name: row.goal for name, row in found.items() if row.goal is not None}
+    assert goals == {
+        "1 variant, 8 requests: first token P50": 1.1,
+        "1 variant, 8 requests: time per token P50": 1.1,
+        f"{mixed}: throughput": 0.6,
+    }
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    values = [float(i) for i in range(100, 0, -1)]
+    assert serve._percentile(values, 0.5) == 51.0
+    assert serve._percentile(values, 0.99) == 100.0
+    assert serve._percentile([3.0], 0.99) == 3.0
+
+
+def test_loading_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "SIDE", 64)
+    family = serving_kit.make_family(tmp_path, names=("linear",)) / "family"
+    cold, few, hashing, gap = load.run(family, quick=True)
+    assert (cold.goal, few.goal, hashing.goal) == (0.9, None, None)
+    assert cold.better == hashing.better == "higher"
+    assert gap.name == "longest gap of other streams, 1 s load"
+    assert gap.goal is not None
+    assert gap.goal >= 3.0
+    assert gap.value > 0
+
+
+@pytest.mark.parametrize("bench", [serve, load])
+def test_a_family_without_variants_is_refused(bench: ModuleType, tmp_path: Path) -> None:
+    base = open_checkpoint(serving_kit.make_base(tmp_path / "base"))
+    create_or_open_family(tmp_path / "family", base)
+    with pytest.raises(ValueError, match="has no variant"):
+        bench.run(tmp_path / "family", quick=True)
 
 
 FIGURES = {

@@ -518,6 +518,7 @@ def test_bench_prints_one_document_or_a_table(monkeypatch):
     assert "9x17" in run("bench", "kernel").stdout
 
 
-def test_bench_serve_and_no_other_takes_a_family(family):
+def test_bench_serve_and_load_and_no_other_take_a_family(family):
     assert "give a family" in complaint("bench", "serve")
-    assert "to no other benchmark" in complaint("bench", "kernel", family)
+    assert "give a family" in complaint("bench", "load")
+    assert "and to no other" in complaint("bench", "kernel", family)
