@@ -3,7 +3,8 @@
 A writer fills a hidden folder without the lock `family/.lock`, then, under it, renames the folder
 and replaces family.json last: a process that is killed anywhere leaves the old family or the new
 one. A folder that family.json may not list yet, or will list no longer, carries the file
-UNLISTED_NAME; the next writer removes such folders, and nothing that is not marked.
+UNLISTED_NAME; the next writer removes such folders, and nothing that is not marked. What is done of
+a large variant lies in a hidden folder of its name (soupkit.partial) until one of that name is in.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from soupkit.checkpoint import Checkpoint, checkpoint_fingerprint
 from soupkit.config import check_variant_name
-from soupkit.errors import BundleError
+from soupkit.errors import BundleError, SoupkitError
 from soupkit.family import (
     FAMILY_NAME,
     VARIANTS_NAME,
@@ -30,6 +31,8 @@ from soupkit.files import (
     atomic_write_json,
     fsync_path,
     fsync_tree,
+    hold_folder,
+    is_in_work,
     locked,
     make_folder,
     make_pending_folder,
@@ -39,6 +42,7 @@ from soupkit.files import (
 
 LOCK_NAME = ".lock"
 UNLISTED_NAME = ".unlisted"
+PARTIAL_PREFIX = ".partial-"
 
 
 def create_or_open_family(path: str | Path, base: Checkpoint) -> Family:
@@ -83,6 +87,41 @@ def staged_variant(path: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def kept_folder(path: Path, name: str) -> Iterator[Path | None]:
+    """Yield the hidden folder for what is done of the variant `name`, as it was left; None if
+    another process is at it.
+
+    It is removed when the block ends well, or with an error that another try would meet again.
+    """
+    folder = path / VARIANTS_NAME / (PARTIAL_PREFIX + name)
+    with locked(path / LOCK_NAME):
+        folder.mkdir(exist_ok=True)
+        descriptor = hold_folder(folder)
+    if descriptor is None:
+        yield None
+        return
+    try:
+        is_done = False
+        try:
+            yield folder
+            is_done = True
+        except (SoupkitError, ValueError):
+            is_done = True
+            raise
+        finally:
+            if is_done:
+                with contextlib.suppress(OSError), locked(path / LOCK_NAME):
+                    _remove(folder)
+    finally:
+        os.close(descriptor)
+
+
+def has_partial(path: Path, name: str) -> bool:
+    """Whether an export under `name` was interrupted and would go on."""
+    return (path / VARIANTS_NAME / (PARTIAL_PREFIX + name)).is_dir()
+
+
 def add_variant(path: Path, name: str, staged: Path, *, digest: str) -> tuple[VariantRef, bool]:
     """Move a filled staged folder into the family and list it under `name`, in place of what had
     that name.
@@ -115,6 +154,7 @@ def add_variant(path: Path, name: str, staged: Path, *, digest: str) -> tuple[Va
             # writer does.
             with contextlib.suppress(OSError):
                 _clean(path)
+        _remove_partial(path, name)
     return ref, old is not None
 
 
@@ -138,6 +178,7 @@ def remove_variant(path: Path, name: str) -> None:
             # Removes the folder, or only its mark if family.json still lists it.
             with contextlib.suppress(OSError):
                 _clean(path)
+        _remove_partial(path, name)
 
 
 def _free_name(path: Path, name: str, digest: str) -> str:
@@ -167,8 +208,20 @@ def _clean(path: Path) -> None:
         if folder.resolve() in listed:
             marker.unlink(missing_ok=True)
         elif not folder.is_symlink():
-            # Renamed first: a removal that is killed half-way must not lose the marker and keep the
-            # rest.
-            dead = folder.with_name(PENDING_PREFIX + folder.name)
-            os.rename(folder, dead)
-            shutil.rmtree(dead, ignore_errors=True)
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder of the family. The caller holds the lock."""
+    # Renamed first: a removal that is killed half-way must not lose the marker and keep the rest.
+    dead = folder.with_name(f"{PENDING_PREFIX}{folder.name.lstrip('.')}")
+    os.rename(folder, dead)
+    shutil.rmtree(dead, ignore_errors=True)
+
+
+def _remove_partial(path: Path, name: str) -> None:
+    """Remove what an older export under `name` left that was interrupted, unless one is at it."""
+    folder = path / VARIANTS_NAME / (PARTIAL_PREFIX + name)
+    with contextlib.suppress(OSError):
+        if folder.is_dir() and not is_in_work(folder):
+            _remove(folder)

@@ -195,15 +195,27 @@ def make_pending_folder(parent: Path) -> tuple[Path, int]:
     return folder, descriptor
 
 
-def is_in_work(folder: Path) -> bool:
-    """Whether a living process holds the lock that make_pending_folder took."""
+def hold_folder(folder: Path) -> int | None:
+    """Take the lock of a folder, which is held as long as the returned descriptor is open; None if
+    a living process has it.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
+    except BaseException as error:
         os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return descriptor
+
+
+def is_in_work(folder: Path) -> bool:
+    """Whether a living process holds the lock that make_pending_folder or hold_folder took."""
+    descriptor = hold_folder(folder)
+    if descriptor is None:
+        return True
+    os.close(descriptor)
     return False
 
 

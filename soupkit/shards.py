@@ -20,13 +20,33 @@ MAX_SHARD_BYTES = 5_000_000_000
 class SpooledFile:
     """One safetensors file in the making; `nbytes` counts the data so far."""
 
-    def __init__(self, path: Path) -> None:
-        """Args: path: of the file to be; the spool lies hidden beside it until finish()."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        spool: Path | None = None,
+        held: Iterable[tuple[str, TensorSpec]] = (),
+    ) -> None:
+        """Start a file.
+
+        Args:
+            path: of the file to be.
+            spool: where the bytes lie until finish(); it stays there. None: hidden beside `path`,
+                and removed in the end.
+            held: names and specs of what the given spool holds already, in order; what lies behind
+                that is cut off.
+        """
         self.nbytes = 0
         self._path = path
-        self._spool_path = path.with_name(f".{path.name}.spool")
-        self._spool = open(self._spool_path, "xb+", buffering=0)  # noqa: SIM115 - closed by finish()
+        self._is_own = spool is None
+        self._spool_path = spool or path.with_name(f".{path.name}.spool")
         self._entries: dict[str, tuple[TensorSpec, int]] = {}
+        for name, spec in held:
+            self._entries[name] = (spec, self.nbytes)
+            self.nbytes += spec.nbytes
+        mode = "rb+" if self._entries else "xb+" if self._is_own else "wb+"
+        self._spool = open(self._spool_path, mode, buffering=0)  # noqa: SIM115 - closed by finish()
+        self._spool.truncate(self.nbytes)
 
     def __contains__(self, name: str) -> bool:
         """Whether a tensor of that name was added."""
@@ -75,7 +95,7 @@ class SpooledFile:
         return done
 
     def finish(self, *, metadata: Mapping[str, str] | None = None) -> None:
-        """Write the file and remove the spool. Raises OSError."""
+        """Write the file and drop the spool. Raises OSError."""
         specs = {name: spec for name, (spec, _) in self._entries.items()}
         writer = TensorFileWriter(self._path, specs, metadata=metadata)
         try:
@@ -87,9 +107,12 @@ class SpooledFile:
             self.close()
 
     def close(self) -> None:
-        """Drop the spool; for the way out of an error, and harmless after finish()."""
+        """Drop the spool, or only let go of a given one; for the way out of an error, and harmless
+        after finish().
+        """
         self._spool.close()
-        self._spool_path.unlink(missing_ok=True)
+        if self._is_own:
+            self._spool_path.unlink(missing_ok=True)
 
 
 class ShardWriter:
