@@ -118,8 +118,10 @@ def kept_folder(path: Path, name: str) -> Iterator[Path | None]:
 
 
 def has_partial(path: Path, name: str) -> bool:
-    """Whether an export under `name` was interrupted and would go on."""
-    return (path / VARIANTS_NAME / (PARTIAL_PREFIX + name)).is_dir()
+    """Whether an export under `name` was interrupted and would go on, or is under way."""
+    # Compared, not joined: `name` may be anything that a person typed.
+    there = {folder.name for folder in (path / VARIANTS_NAME).glob(PARTIAL_PREFIX + "*")}
+    return PARTIAL_PREFIX + name in there
 
 
 def add_variant(path: Path, name: str, staged: Path, *, digest: str) -> tuple[VariantRef, bool]:
@@ -159,15 +161,19 @@ def add_variant(path: Path, name: str, staged: Path, *, digest: str) -> tuple[Va
 
 
 def remove_variant(path: Path, name: str) -> None:
-    """Take the variant `name` out of family.json, then delete its folder.
+    """Take the variant `name` out of family.json, then delete its folder, and what an export under
+    that name left which was interrupted; or that alone.
 
     Raises:
         BundleError: no family, or no variant of that name; nothing was changed.
         OSError: family.json cannot be written; nothing was changed.
     """
-    open_family(path).folder(name)
+    if name not in open_family(path).variants and not has_partial(path, name):
+        open_family(path).folder(name)
     with locked(path / LOCK_NAME):
         family = open_family(path)
+        if name not in family.variants and has_partial(path, name) and _remove_partial(path, name):
+            return
         folder = family.folder(name)
         if folder.is_dir():
             (folder / UNLISTED_NAME).touch()
@@ -219,9 +225,13 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(dead, ignore_errors=True)
 
 
-def _remove_partial(path: Path, name: str) -> None:
-    """Remove what an older export under `name` left that was interrupted, unless one is at it."""
+def _remove_partial(path: Path, name: str) -> bool:
+    """Remove what an older export under `name` left that was interrupted, unless one is at it;
+    returns whether there was any. The caller holds the lock.
+    """
     folder = path / VARIANTS_NAME / (PARTIAL_PREFIX + name)
     with contextlib.suppress(OSError):
         if folder.is_dir() and not is_in_work(folder):
             _remove(folder)
+            return True
+    return False

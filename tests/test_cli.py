@@ -441,7 +441,7 @@ def test_interrupt_is_one_line_and_leaves_nothing(
     def interrupt(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("soupkit.offline.merge_deltas", interrupt)
+    monkeypatch.setattr("soupkit.shards.TensorFileWriter", interrupt)
     result = run("merge", base_folder, finetuned_folder, "--out", tmp_path / "out")
     assert result.exit_code == 128 + signal.SIGINT
     assert result.stderr == "soupkit: interrupted; nothing was left half-written\n"
@@ -457,10 +457,10 @@ def test_process_that_is_told_to_end_leaves_nothing(
 import os
 import signal
 signal.signal({int(number)}, signal.SIG_DFL)
-import soupkit.offline
+import soupkit.shards
 from soupkit.cli import main
 
-soupkit.offline.merge_deltas = lambda *args: os.kill(os.getpid(), {int(number)})
+soupkit.shards.TensorFileWriter = lambda *_, **__: os.kill(os.getpid(), {int(number)})
 main()
 """
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from soupkit import partial
 from soupkit.bundle import open_family
 from soupkit.checkpoint import open_checkpoint
-from soupkit.errors import MergeError
+from soupkit.errors import BundleError, MergeError
 from soupkit.export import export_variant
 from soupkit.family_write import has_partial, kept_folder, remove_variant
 from soupkit.verify import verify_family
@@ -253,6 +253,18 @@ def test_other_names_and_removals_leave_it(models):
 def test_removing_a_variant_removes_what_was_left_of_its_next_one(models):
     export(models)
     interrupt(models, encoding="row-x2")
+    remove_variant(models / "family", "v")
+    assert list((models / "family" / "variants").iterdir()) == []
+
+
+def test_what_was_left_of_a_first_export_can_be_removed(models):
+    interrupt(models)
+    for name in ("w", "", "v/../../..", "v/spool", "*"):
+        with pytest.raises(BundleError, match="has no variant"):
+            remove_variant(models / "family", name)
+    with kept_folder(models / "family", "v"), pytest.raises(BundleError, match="has no variant"):
+        remove_variant(models / "family", "v")
+    interrupt(models)
     remove_variant(models / "family", "v")
     assert list((models / "family" / "variants").iterdir()) == []
 
