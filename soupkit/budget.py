@@ -9,7 +9,7 @@ no more, also if that only shows in what was written: auto is never worse than t
 Every changed matrix is stored: none is dropped to win bytes. Not here: errors of outputs on data.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -136,12 +136,15 @@ def export_within(
     name: str,
     budget_bytes: int | None = None,
     companions: Path | None = None,
+    history: Sequence[Mapping[str, Any]] = (),
+    metrics: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> BudgetReport:
     """Export a fine-tune as the best variant that a budget of bytes buys.
 
     Args:
-        base, finetuned, family, name, companions: as for export_variant.
+        base, finetuned, family, name, companions, history, metrics: as for export_variant; all
+            tensors of a finetuned that is no Checkpoint are asked for twice, in order.
         budget_bytes: of variant.safetensors; None: what plain row scales would take.
         progress: as for export_variant, over both passes.
     Raises:
@@ -159,6 +162,8 @@ def export_within(
             name=name,
             encodings=encodings,
             companions=companions,
+            history=history,
+            metrics=metrics,
             budget=plan.to_json(),
             progress=passes[1],
         )

@@ -329,6 +329,15 @@ def test_a_budget_that_holds_nothing_is_refused_before_a_family_is_made(
     assert within(*models, tmp_path / "f", least).export.bytes["weights"] <= least
 
 
+def test_an_export_without_a_budget_tells_where_auto_is(models, tmp_path) -> None:
+    for options in ({"encoding": "auto"}, {"encodings": {GATE: "auto"}}):
+        with pytest.raises(ValueError, match=r"call soupkit\.budget\.export_within"):
+            export_variant(
+                *map(open_checkpoint, models), family=tmp_path / "f", name="v", **options
+            )
+    assert not (tmp_path / "f").exists()
+
+
 @pytest.mark.parametrize("budget_bytes", [2**63, 1e6, True, -1])
 def test_a_budget_that_no_manifest_could_hold_is_refused(models, tmp_path, budget_bytes) -> None:
     with pytest.raises(ValueError, match="budget_bytes="):
