@@ -82,7 +82,9 @@ class _Block:
         size = min(BLOCK_ENTRIES, math.prod(whole))
         self._base = torch.empty(size, dtype=wide)
         self._wide = torch.empty(size, dtype=wide) if wide == torch.float64 else None
-        self._total, self._delta, self._spare = (torch.empty(size) for _ in range(3))
+        self._total, self._delta, self._spare = (
+            torch.empty(size, dtype=torch.float32) for _ in range(3)
+        )
         self._name, self._whole = name, whole
 
     def mean(

@@ -61,7 +61,7 @@ def rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max
     if limit >= torch.finfo(tensor.dtype).max:
         return narrow
-    flat = tensor.reshape(-1)
+    flat = tensor.detach().reshape(-1)
     # No entry is larger than the norm, which takes a tenth of the time of isfinite.
     if tensor.dtype == torch.float32 and float(torch.dot(flat, flat)) < limit * (limit / 2):
         return narrow

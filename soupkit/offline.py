@@ -39,8 +39,8 @@ class OfflineReport:
     Attributes:
         path: the model folder; it holds the same report as soup_report.json. rule: with its
             weights.
-        matrices: one report for each floating parameter. companions: file name -> the folder that
-            it was copied from. seconds: wall time.
+        matrices: one report for each floating parameter that has entries.
+        companions: file name -> the folder that it was copied from. seconds: wall time.
     """
 
     path: Path

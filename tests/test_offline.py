@@ -148,6 +148,17 @@ def test_norms_and_cosine_are_those_of_float64(tmp_path):
     assert len(report.matrices) == len(shapes)
 
 
+def test_default_dtype_of_the_caller_is_not_the_means(base_folder, fine_tunes, tmp_path):
+    merge(base_folder, fine_tunes, tmp_path / "one", MergeRule("mean"))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        merge(base_folder, fine_tunes, tmp_path / "two", MergeRule("mean"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_full_disk_is_told_with_the_folder_and_leaves_nothing(
     base_folder, fine_tunes, tmp_path, monkeypatch, threads, count
