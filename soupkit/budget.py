@@ -6,7 +6,11 @@ One pass over both models measures what each form of each changed matrix would l
 allocate.py chooses; the export is one more pass. What counts is variant.safetensors, header
 included, not the manifest and companion files. Plain row scales are taken where they fit and lose
 no more, also if that only shows in what was written: auto is never worse than they for their bytes.
-Every changed matrix is stored: none is dropped to win bytes. Not here: errors of outputs on data.
+Every changed matrix is stored: none is dropped to win bytes. Not here: errors of outputs on data,
+tr(R G R^T) of a residual R and the Gram G of its layer's inputs: no way to add them up was reliably
+better. On SmolLM2-135M's word problems (G of 48 training lines, row's bytes, 40 held-out prompts,
+one run) the KL is 0.0081 as it is, 0.014 with them summed as they are, 0.012 with each relative to
+its layer's output, 0.010 to its input, 0.009 to 0.010 weighted by squared gradients of the output.
 """
 
 from collections.abc import Mapping, Sequence
