@@ -133,15 +133,11 @@ class Merger:
             for start in range(low, high, _JOB_ENTRIES):
                 part = slice(start, min(start + _JOB_ENTRIES, high))
                 act = partial(self._mean, writer, name, part, is_common=is_common)
-                yield Job(16 * BLOCK_ENTRIES, partial(self._begin, name, act, start == low))
+                yield Job(16 * BLOCK_ENTRIES, partial(self._begin, name, act))
 
-    def _begin(
-        self, name: str, act: Callable[[], _Done], is_first: bool = True
-    ) -> Callable[[], _Done]:
-        if is_first:
-            for one in (self._base, *self._checkpoints):
-                one.prefetch(name)
-
+    def _begin(self, name: str, act: Callable[[], _Done]) -> Callable[[], _Done]:
+        # Nothing is told the disk before: from a cold cache that took 1.1 to 1.5 times as long (two
+        # 0.5 GB models, five pairs of runs).
         def run() -> _Done:
             started = time.perf_counter()
             with naming_the_culprit(name, self._base, *self._checkpoints):

@@ -206,8 +206,6 @@ class _Restorer:
                 yield Job(_JOB_BYTES, partial(self._begin, writer, entry, some))
 
     def _begin(self, writer: ShardWriter, entry: TensorEntry, rows: slice) -> Callable[[], _Done]:
-        if rows.start == 0 and entry.kind != "raw":
-            self._base.prefetch(entry.name)
         act = self._add if entry.kind == "delta" else self._copy
         return partial(act, writer, entry, rows)
 
