@@ -125,7 +125,8 @@ class _Block:
         """
         product = float(torch.mul(a, b, out=self._spare[: len(a)]).sum())
         if not math.isfinite(product) or (product if size is None else size) < _LEAST_SQUARE:
-            return inner_product(a, b)
+            # Frozen layers have deltas of zeros.
+            return inner_product(a, b) if bool(a.any()) and bool(b.any()) else 0.0
         return product
 
     def _check(self, entries: Tensor, square: float, start: int) -> None:
