@@ -10,6 +10,7 @@ digest and that every number is finite, in one pass. Any fault is a BundleError.
 soupkit.export writes variants; soupkit.family keeps several.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,10 +24,17 @@ from soupkit.errors import BundleError
 from soupkit.family import BaseRef, Family, VariantRef, open_family
 from soupkit.family_write import add_variant, create_or_open_family
 from soupkit.files import fault_text, open_regular, read_json
-from soupkit.fingerprint import Entry, digest_of, num_threads, sha256_of
+from soupkit.fingerprint import Entry, digest_of, num_threads
 from soupkit.manifest import MANIFEST_NAME, WEIGHTS_NAME, Manifest, TensorEntry, matrix_shape
 from soupkit.streaming import host_buffer, read_checked
-from soupkit.tensorfile import Slot, dtype_name, read_header, read_into, typed
+from soupkit.tensorfile import (
+    Slot,
+    TensorSpec,
+    dtype_name,
+    read_header,
+    read_into,
+    typed,
+)
 from soupkit_kernels import Delta
 
 __all__ = [
@@ -42,6 +50,9 @@ __all__ = [
     "open_family",
     "open_variant",
 ]
+
+# The axis of a stored part that is the matrix's rows; column scales and `down` have none.
+_ROW_AXES = {"sign": 1, "scale": 1, "up": 0, "raw": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,23 +109,27 @@ class Variant:
             raise BundleError(f"{self.path}: the variant has no parameter {param!r}")
         return self._entries[param]
 
-    def delta(self, param: str) -> Delta:
+    def delta(self, param: str, rows: slice | None = None) -> Delta:
         """The packed delta of one parameter, read now; scales and factors are checked to be finite.
 
+        Args:
+            rows: start and stop of those wanted of the matrix; None: all.
         Raises:
             BundleError: it is not stored as a delta, or the file is damaged.
         """
         self._need_kind(param, "delta")
-        return self._make_delta(param, lambda name: self._finite(name, self._read(name)))
+        return self._delta(param, lambda name: self._finite(name, self._read(name, rows)), rows)
 
-    def raw(self, param: str) -> Tensor:
+    def raw(self, param: str, rows: slice | None = None) -> Tensor:
         """One parameter that is stored whole, read now, checked to be finite.
 
+        Args:
+            rows: start and stop of those wanted of the first axis; None: the whole tensor.
         Raises:
             BundleError: it is not stored whole, or the file is damaged.
         """
         self._need_kind(param, "raw")
-        return self._finite(f"{param}.raw", self._read(f"{param}.raw"))
+        return self._finite(f"{param}.raw", self._read(f"{param}.raw", rows))
 
     def load(
         self, *, check: bool = True, threads: int | None = None, pin_memory: bool = False
@@ -135,31 +150,58 @@ class Variant:
             )
         digest = self._checked(digest_of(hashes)) if check else self.manifest.digest
         for name in sorted(infinite):
-            raise self._not_finite(name)
+            raise BundleError(self._not_finite(name))
         deltas: dict[str, Delta] = {}
         raw: dict[str, Tensor] = {}
         for entry in self.manifest.tensors:
             name = entry.name
             if entry.kind == "delta":
-                deltas[name] = self._make_delta(name, tensors.__getitem__)
+                deltas[name] = self._delta(name, tensors.__getitem__)
             elif entry.kind == "raw":
                 raw[name] = tensors[f"{name}.raw"]
         return LoadedVariant(deltas, raw, digest, self.nbytes, self.manifest)
 
     def check_digest(self) -> None:
-        """Compare the content digest with the manifest's, holding a tensor a thread at most.
+        """Compare the content digest with the manifest's, holding a piece a thread at most.
 
         Raises:
             BundleError: truncated or damaged.
         """
-
-        def entry(name: str) -> Entry:
-            spec = self._slots[name].spec
-            sha = sha256_of(self._read(name), dtype=spec.dtype)
-            return name, dtype_name(spec.dtype), spec.shape, sha
-
         with ThreadPoolExecutor(num_threads()) as pool:
-            self._checked(digest_of(pool.map(entry, self._slots)))
+            self._checked(digest_of(entry for entry, _ in pool.map(self._look_at, self._slots)))
+
+    def content_faults(self, told: Callable[[int], None] | None = None) -> list[str]:
+        """What is wrong with the weights: damage, and each tensor that is not finite though the
+        digest fits; every byte is read once, by threads that hold a piece each.
+
+        Args:
+            told: called with the bytes of each tensor that was looked at.
+        """
+        faults: list[str] = []
+        entries: list[Entry] = []
+        # Largest first, so that no thread is left alone with the embedding at the end.
+        order = sorted(self._slots, key=lambda name: -self._slots[name].spec.nbytes)
+        odd: set[str] = set()
+        try:
+            with ThreadPoolExecutor(num_threads()) as pool:
+                for name, (entry, is_finite) in zip(
+                    order, pool.map(self._look_at, order), strict=True
+                ):
+                    entries.append(entry)
+                    odd |= set() if is_finite else {name}
+                    if told:
+                        told(self._slots[name].spec.nbytes)
+            self._checked(digest_of(entries))
+        except BundleError as error:
+            faults.append(str(error))
+        return faults + [self._not_finite(name) for name in self._slots if name in odd]
+
+    def _look_at(self, name: str) -> tuple[Entry, bool]:
+        """The hash of a stored tensor, and whether all its numbers are finite."""
+        slot, path = self._slots[name], self.path / WEIGHTS_NAME
+        with _faults_of(path), open_regular(path) as file:
+            sha, is_finite = read_checked(file.fileno(), slot)
+        return (name, dtype_name(slot.spec.dtype), slot.spec.shape, sha), is_finite
 
     def _checked(self, digest: str) -> str:
         """`digest` if it is the manifest's; BundleError otherwise."""
@@ -175,12 +217,24 @@ class Variant:
         if entry.kind != kind:
             raise BundleError(f"{self.path}: {param!r} is stored as {entry.kind!r}, not {kind!r}")
 
-    def _read(self, name: str) -> Tensor:
+    def _read(self, name: str, rows: slice | None = None) -> Tensor:
+        """A stored tensor; of one that has an entry or more for each row, those of some rows."""
+        slot, part = self._slots[name], name.rpartition(".")[2]
+        shape, axis = slot.spec.shape, _ROW_AXES.get(part)
+        if rows is None or axis is None or (part == "scale" and shape[1] == 1):
+            rows, axis, shape = slice(0, 1), 0, (1, *shape)
+        width = math.prod(shape[axis + 1 :]) * slot.spec.dtype.itemsize
+        size = (rows.stop - rows.start) * width
+        count = math.prod(shape[:axis])
+        buffer = torch.empty(count * size, dtype=torch.uint8)
         path = self.path / WEIGHTS_NAME
         with _faults_of(path), open_regular(path) as file:
-            buffer = torch.empty(self._slots[name].spec.nbytes, dtype=torch.uint8)
-            read_into(file.fileno(), buffer, self._slots[name].start)
-        return typed(buffer, self._slots[name].spec)
+            for index in range(count):
+                start = slot.start + (index * shape[axis] + rows.start) * width
+                read_into(file.fileno(), buffer[index * size : (index + 1) * size], start)
+        cut = (*shape[:axis], rows.stop - rows.start, *shape[axis + 1 :])
+        whole = cut if shape == slot.spec.shape else slot.spec.shape
+        return typed(buffer, TensorSpec(slot.spec.dtype, whole))
 
     def _read_all(
         self, *, check: bool, threads: int, pin_memory: bool
@@ -198,7 +252,7 @@ class Variant:
             def read(item: tuple[str, Slot]) -> Entry:
                 name, slot = item
                 part = whole[slot.start - start : slot.stop - start]
-                sha, finite = read_checked(file.fileno(), part, slot, check=check)
+                sha, finite = read_checked(file.fileno(), slot, part, check=check)
                 tensors[name] = typed(part, slot.spec)
                 if not finite:
                     infinite.append(name)
@@ -210,13 +264,15 @@ class Variant:
                 hashes = list(pool.map(read, order))
         return tensors, hashes, infinite
 
-    def _make_delta(self, param: str, tensor: Callable[[str], Tensor]) -> Delta:
-        """The delta of the parts that its entry lists; `tensor` gives one of the file's."""
+    def _delta(self, param: str, read: Callable[[str], Tensor], some: slice | None = None) -> Delta:
+        """The delta, or some rows of it, of the parts that its entry lists; `read` gives a tensor
+        of the file, checked to be finite.
+        """
         entry = self.entry(param)
-        parts = {name.rpartition(".")[2]: tensor(name) for name in entry.stored_specs()}
+        parts = {name.rpartition(".")[2]: read(name) for name in entry.stored_specs()}
         rows, columns = matrix_shape(param, entry.shape)
         return Delta(
-            rows,
+            rows if some is None else some.stop - some.start,
             columns,
             packed=parts.get("sign"),
             scale=parts.get("scale"),
@@ -227,12 +283,11 @@ class Variant:
 
     def _finite(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise self._not_finite(name)
+            raise BundleError(self._not_finite(name))
         return tensor
 
-    def _not_finite(self, name: str) -> BundleError:
-        path = self.path / WEIGHTS_NAME
-        return BundleError(f"{path}: {name!r} holds NaN or infinity; export it again")
+    def _not_finite(self, name: str) -> str:
+        return f"{self.path / WEIGHTS_NAME}: {name!r} holds NaN or infinity; export it again"
 
 
 def open_variant(folder: str | Path) -> Variant:

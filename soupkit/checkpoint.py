@@ -120,6 +120,12 @@ class Checkpoint:
         found = self._tensors[self.tied.get(name, name)]
         return found.file.tensor(found.stored_name)
 
+    def prefetch(self, name: str) -> None:
+        """Have the system begin to read a tensor that will be asked for soon."""
+        self.spec(name)
+        found = self._tensors[self.tied.get(name, name)]
+        found.file.prefetch(found.stored_name)
+
     def files(self) -> dict[str, Path]:
         """Tokenizer, generation and configuration files by name."""
         return companion_files(self.path)

@@ -12,9 +12,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
 
+from soupkit.checks import MAX_BUDGET
 from soupkit.checks import check_choice as check_choice
 from soupkit.checks import check_count as check_count
-from soupkit.forms import parse_encoding
+from soupkit.forms import AUTO, parse_encoding
 
 Method = Literal["svd_mean", "monosoup", "mean"]
 # Of a run: what merges two sets of weights, or averages all of them.
@@ -223,7 +224,10 @@ class ExportConfig:
         family: folder of the family, created if absent.
         name: of the variant: a folder name and a model id.
         encoding: of its matrices, as in `soupkit export --encoding`: "row" is one bit a weight and
-            a scale an output row; "raw" stores them whole.
+            a scale an output row; "raw" stores them whole; "auto" takes of each matrix the form
+            that loses least within budget_bytes, and reads all weights twice for it.
+        budget_bytes: of variant.safetensors, with "auto"; None: what "row" would take. Too small a
+            budget is known only when the run ends: the variant is then refused, and the least told.
     Raises:
         ValueError: any value out of range.
     """
@@ -231,10 +235,19 @@ class ExportConfig:
     family: str | Path
     name: str
     encoding: str = "row"
+    budget_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Check every field."""
         if not isinstance(self.family, (str, Path)) or not str(self.family):
             raise ValueError(f"family={self.family!r}: needs the path of a folder")
         check_variant_name(self.name)
-        parse_encoding(self.encoding)
+        if self.encoding != AUTO:
+            parse_encoding(self.encoding)
+        if self.budget_bytes is not None:
+            check_count("budget_bytes", self.budget_bytes, least=0, most=MAX_BUDGET)
+            if self.encoding != AUTO:
+                raise ValueError(
+                    f'budget_bytes={self.budget_bytes} goes with encoding="{AUTO}", not with '
+                    f"{self.encoding!r}"
+                )

@@ -4,46 +4,54 @@
 
 Matrices are stored as encoded deltas where they changed, or whole where that takes no more bytes;
 what is no matrix, not floating, or resized along the vocabulary is stored whole; what is equal to
-the base is not stored. Tensors are asked for once each, in the order of the fine-tune's names, and
-handled in blocks of rows (a low-rank part: a matrix at a time), so that memory does not grow with
-the model. Everything that can be known without reading a weight is checked first. Scales are not
-trained here, and which encoding pays where is decided in soupkit.budget.
+the base is not stored. Tensors are asked for once each and handled side by side in blocks of rows
+(for a low-rank part: whole matrices), so that memory does not grow with the model, and what is
+written does not depend on the number of threads. Of a large fine-tune what is done outlives an
+interruption (soupkit.partial). Everything that can be known without reading a weight is checked
+first. Scales are not trained here, and which encoding pays where is decided in soupkit.budget.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from soupkit.blocks import encode_pair, row_blocks
 from soupkit.checkpoint import Checkpoint
 from soupkit.companions import copy_companions
 from soupkit.config import check_variant_name
-from soupkit.delta import TensorSource, layout
-from soupkit.family_write import add_variant, create_or_open_family, staged_variant
+from soupkit.delta import TensorSource
+from soupkit.family_write import (
+    add_variant,
+    create_or_open_family,
+    kept_folder,
+    staged_variant,
+)
 from soupkit.files import atomic_write_json, plain_json
-from soupkit.fingerprint import Entry, digest_of, sha256_of
-from soupkit.forms import Encoding, parse_encoding
+from soupkit.forms import RAW, Encoding, parse_encoding
 from soupkit.manifest import (
     MANIFEST_NAME,
     WEIGHTS_NAME,
     Manifest,
     TensorEntry,
     itemise,
-    matrix_shape,
     model_bf16_bytes,
 )
-from soupkit.numeric import check_finite
-from soupkit.pairs import naming_the_culprit, pair_names
-from soupkit.shards import SpooledFile
-from soupkit.tensorfile import TensorSpec, dtype_name
+from soupkit.numeric import full_precision
+from soupkit.pairs import most_bytes, pair_jobs, pair_names, spec_of
+from soupkit.partial import VariantSpool, is_worth_keeping, key_of
+from soupkit.stored import Finished, delta_entry, memory_of, parts_of, store
+from soupkit.tensorfile import dtype_name
 from soupkit.version import __version__
+from soupkit.window import Job, as_they_end
+from soupkit.workers import Workers
 from soupkit_kernels import Delta
 
+# Called with what is read, bytes of the fine-tune that are done, and its bytes in all.
 Progress = Callable[[str, int, int], None]
 
 
@@ -67,6 +75,7 @@ class ExportReport:
             "weights" is variant.safetensors alone.
         model_bf16_bytes: bytes that all unique parameters of the fine-tune take in bfloat16.
         entries: one for each parameter.
+        resumed: share of the fine-tune's bytes that an export which was interrupted had done.
     """
 
     name: str
@@ -76,13 +85,15 @@ class ExportReport:
     bytes: dict[str, int]
     model_bf16_bytes: int
     entries: tuple[TensorEntry, ...]
+    resumed: float = 0.0
 
     def line(self) -> str:
         """The report in one line, for a person."""
         weights = self.bytes["weights"]
         share = self.model_bf16_bytes / max(1, weights)
         told = f"{self.name}: {weights:,} bytes, 1/{share:.1f} of the model in bfloat16"
-        return told + ("; it replaced the variant of that name" if self.replaced else "")
+        told += "; it replaced the variant of that name" if self.replaced else ""
+        return told + (f"; {self.resumed:.0%} had been done before" if self.resumed else "")
 
 
 def export_variant(
@@ -100,7 +111,7 @@ def export_variant(
     progress: Progress | None = None,
 ) -> ExportReport:
     """Write the difference between a fine-tune and its base into a family; the family is made if
-    absent.
+    absent. Of a large fine-tune on disk, the same call goes on where one was interrupted.
 
     Args:
         base: the base; its fingerprint must be the family's.
@@ -114,7 +125,8 @@ def export_variant(
             they differ from the base's, byte for byte.
         history: merges of the run, for the manifest. metrics: of the run's end, for the manifest.
         budget: that the encodings keep, for the manifest; see soupkit.budget.
-        progress: called after each tensor with its name, entries done, entries in all.
+        progress: called after each tensor with its name, the bytes of the fine-tune that are done,
+            and its bytes in all.
 
     Raises:
         BundleError: the family belongs to another base, or is damaged.
@@ -129,22 +141,17 @@ def export_variant(
     pairs = pair_names(base, finetuned)
     choose.check_names({ours for ours, _ in pairs})
     found = create_or_open_family(family, base)
-    with staged_variant(found.path) as folder:
-        writer = _VariantWriter(folder / WEIGHTS_NAME, choose)
+    key = choose.key(found.base.fingerprint, finetuned, pairs)
+    with (
+        kept_folder(found.path, name) if key else nullcontext() as kept,
+        staged_variant(found.path) as folder,
+    ):
+        spool = VariantSpool(folder / WEIGHTS_NAME, kept=kept, key=key)
         try:
-            done, total = 0, sum(math.prod(finetuned.shape(ours)) for ours, _ in pairs)
-            for ours, theirs in pairs:
-                with naming_the_culprit(ours, base, finetuned):
-                    if ready := _ready_delta(finetuned, ours):
-                        writer.add_encoded(ours, base.spec(theirs), *ready)
-                    else:
-                        writer.add(ours, finetuned.tensor(ours), base.tensor(theirs))
-                done += math.prod(finetuned.shape(ours))
-                if progress:
-                    progress(ours, done, total)
-            entries, digest = writer.finish(_tied_entries(base, finetuned))
+            resumed = _fill(spool, base, finetuned, pairs, choose, progress)
+            entries, digest = spool.finish(_tied_entries(base, finetuned))
         finally:
-            writer.close()
+            spool.close()
         manifest = Manifest(
             name=name,
             base_fingerprint=found.base.fingerprint,
@@ -167,7 +174,67 @@ def export_variant(
         bytes=sizes,
         model_bf16_bytes=model_bf16_bytes(entries),
         entries=entries,
+        resumed=resumed,
     )
+
+
+def _fill(
+    spool: VariantSpool,
+    base: Checkpoint,
+    finetuned: TensorSource,
+    pairs: Sequence[tuple[str, str]],
+    choose: "_Choice",
+    progress: Progress | None,
+) -> float:
+    """Store every parameter that is not stored yet; returns the share of bytes that were."""
+    sizes = {ours: spec_of(finetuned, ours).nbytes for ours, _ in pairs}
+    before = set(spool.names)
+    done, total = sum(sizes[name] for name in before), sum(sizes.values())
+    resumed = done / max(1, total)
+    if progress and before:
+        progress("done before", done, total)
+    left = [pair for pair in pairs if pair[0] not in before]
+    has_svd = any(
+        chosen is not None and chosen.rank for chosen in (choose(ours) for ours, _ in left)
+    )
+    # Set here once: threads that each set and put back what the process shares would disturb each
+    # other.
+    with full_precision(torch.empty(0)), Workers() as workers:
+        jobs = _jobs(base, finetuned, left, choose)
+        most = most_bytes(finetuned, has_svd=has_svd)
+        for one in as_they_end(workers, jobs, most_bytes=most):
+            spool.add(one)
+            done += sizes[one.entry.name]
+            if progress:
+                progress(one.entry.name, done, total)
+    return resumed
+
+
+def _jobs(
+    base: Checkpoint,
+    finetuned: TensorSource,
+    pairs: Sequence[tuple[str, str]],
+    choose: "_Choice",
+) -> Iterator[Job[Finished]]:
+    """One job for each parameter."""
+
+    def act(name: str, ours: Tensor, theirs: Tensor) -> Finished:
+        return store(name, ours, theirs, choose(name))
+
+    def nbytes(name: str) -> int:
+        return memory_of(name, spec_of(finetuned, name), choose(name))
+
+    if not isinstance(finetuned, EncodedSource):
+        yield from pair_jobs(base, finetuned, pairs, act, nbytes=nbytes)
+        return
+    for pair in pairs:
+        name, theirs = pair
+        if ready := finetuned.encoded(name):
+            spec = base.spec(theirs)
+            entry = delta_entry(name, spec.shape, spec.dtype, ready[0])
+            yield Job(entry.bytes, partial(partial, parts_of, entry, ready[1]))
+        else:
+            yield from pair_jobs(base, finetuned, [pair], act, nbytes=nbytes)
 
 
 class _Choice:
@@ -180,6 +247,16 @@ class _Choice:
     def __call__(self, name: str) -> Encoding | None:
         return self._others.get(name, self._default)
 
+    def key(
+        self, fingerprint: str, finetuned: TensorSource, pairs: Sequence[tuple[str, str]]
+    ) -> str:
+        """See soupkit.partial.key_of; "" if the export is not worth keeping when interrupted."""
+        if not (isinstance(finetuned, Checkpoint) and is_worth_keeping(finetuned)):
+            return ""
+        chosen = {ours: self(ours) for ours, _ in pairs}
+        names = {ours: one.name if one else RAW for ours, one in chosen.items()}
+        return key_of(fingerprint, finetuned, names)
+
     def check_names(self, names: set[str]) -> None:
         """Raise ValueError for an encoding of a parameter that is not there."""
         odd = sorted(self._others.keys() - names)
@@ -188,10 +265,6 @@ class _Choice:
                 f"encodings for {odd[0]!r} ({len(odd)} such names): the fine-tune has no such "
                 "parameter of its own"
             )
-
-
-def _ready_delta(finetuned: TensorSource, name: str) -> tuple[Encoding, Delta] | None:
-    return finetuned.encoded(name) if isinstance(finetuned, EncodedSource) else None
 
 
 def _parsed(name: str, encoding: str | Encoding) -> Encoding | None:
@@ -214,116 +287,3 @@ def _tied_entries(base: Checkpoint, finetuned: TensorSource) -> list[TensorEntry
         for alias, source in base.tied.items()
         if alias not in finetuned.names
     ]
-
-
-class _VariantWriter:
-    """Turns pairs of tensors into entries and spooled bytes."""
-
-    def __init__(self, path: Path, choose: _Choice) -> None:
-        self._file = SpooledFile(path)
-        self._choose = choose
-        self._entries: list[TensorEntry] = []
-        self._hashes: list[Entry] = []
-
-    def add(self, name: str, ours: Tensor, theirs: Tensor) -> None:
-        """Store one parameter of the fine-tune against the base's."""
-        shape, dtype = tuple(ours.shape), dtype_name(ours.dtype)
-        is_matrix = ours.is_floating_point() and layout(name, shape) != "vector"
-        is_equal = ours.shape == theirs.shape and are_equal(ours, theirs, is_matrix=is_matrix)
-        if is_matrix and ours.shape == theirs.shape and not is_equal:
-            entry = _entry_for(name, ours, self._choose(name))
-            if entry is not None:
-                # Refuses what is not finite while it subtracts.
-                self._add_delta(entry, ours, theirs)
-                return
-            # Two dtypes may hold the same values.
-            is_equal = are_equal(ours, theirs, is_matrix=False)
-        if ours.is_floating_point():
-            check_finite(name, ours)
-        if is_equal:
-            self._entries.append(TensorEntry(name, "same", shape, dtype))
-        else:
-            self._spool(f"{name}.raw", ours)
-            self._entries.append(TensorEntry(name, "raw", shape, dtype, bytes=ours.nbytes))
-
-    def add_encoded(self, name: str, spec: TensorSpec, encoding: Encoding, delta: Delta) -> None:
-        """Store a ready delta; `spec` is that of the parameter."""
-        entry = delta_entry(name, spec.shape, spec.dtype, encoding)
-        self._spool_delta(entry, delta)
-
-    def _add_delta(self, entry: TensorEntry, ours: Tensor, theirs: Tensor) -> None:
-        name, encoding = entry.name, self._choose(entry.name)
-        assert encoding is not None
-        encoded, energy, lost = encode_pair(name, ours, theirs, encoding)
-        if energy == 0.0:
-            self._entries.append(TensorEntry(name, "same", entry.shape, entry.dtype))
-            return
-        self._spool_delta(replace(entry, residual_energy=min(1.0, lost / energy)), encoded)
-
-    def _spool_delta(self, entry: TensorEntry, encoded: Delta) -> None:
-        parts = {
-            "sign": encoded.packed,
-            "scale": encoded.scale,
-            "column": encoded.column_scale,
-            "up": encoded.up,
-            "down": encoded.down,
-        }
-        for part, tensor in parts.items():
-            if tensor is not None:
-                self._spool(f"{entry.name}.{part}", tensor)
-        self._entries.append(entry)
-
-    def _spool(self, name: str, tensor: Tensor) -> None:
-        self._file.add(name, tensor)
-        sha = sha256_of(tensor, dtype=tensor.dtype)
-        self._hashes.append((name, dtype_name(tensor.dtype), tuple(tensor.shape), sha))
-
-    def finish(self, more: Sequence[TensorEntry]) -> tuple[tuple[TensorEntry, ...], str]:
-        """Write variant.safetensors; returns all entries, sorted, and the content digest."""
-        self._file.finish()
-        entries = sorted([*self._entries, *more], key=lambda entry: entry.name)
-        return tuple(entries), digest_of(self._hashes)
-
-    def close(self) -> None:
-        """Drop what is unfinished."""
-        self._file.close()
-
-
-def _entry_for(name: str, ours: Tensor, encoding: Encoding | None) -> TensorEntry | None:
-    """How a changed matrix will be stored, its error not yet known; None: whole, as that was asked
-    for or takes no more bytes.
-    """
-    if encoding is None:
-        return None
-    entry = delta_entry(name, tuple(ours.shape), ours.dtype, encoding)
-    return entry if entry.bytes < ours.nbytes else None
-
-
-def delta_entry(
-    name: str, shape: tuple[int, ...], dtype: torch.dtype, encoding: Encoding
-) -> TensorEntry:
-    """How a matrix is stored by an encoding, without an error."""
-    planes = encoding.stored_planes
-    entry = TensorEntry(
-        name,
-        "delta",
-        shape,
-        dtype_name(dtype),
-        planes=planes,
-        scale_axis=encoding.scale if planes else None,
-        rank=min(encoding.rank, *matrix_shape(name, shape)),
-        encoding=encoding.name,
-    )
-    return replace(entry, bytes=sum(spec.nbytes for spec in entry.stored_specs().values()))
-
-
-def are_equal(ours: Tensor, theirs: Tensor, *, is_matrix: bool) -> bool:
-    """Whether two tensors hold the same values; of a matrix in another dtype it is seen later."""
-    if ours.dtype == theirs.dtype:
-        return torch.equal(ours, theirs)
-    return not is_matrix and all(
-        torch.equal(ours[rows].double(), theirs[rows].double())
-        if ours.ndim
-        else bool(ours.double() == theirs.double())
-        for rows in row_blocks(tuple(ours.shape))
-    )

@@ -3,7 +3,8 @@
 A writer fills a hidden folder without the lock `family/.lock`, then, under it, renames the folder
 and replaces family.json last: a process that is killed anywhere leaves the old family or the new
 one. A folder that family.json may not list yet, or will list no longer, carries the file
-UNLISTED_NAME; the next writer removes such folders, and nothing that is not marked.
+UNLISTED_NAME; the next writer removes such folders, and nothing that is not marked. What is done of
+a large variant lies in a hidden folder of its name (soupkit.partial) until one of that name is in.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from soupkit.checkpoint import Checkpoint, checkpoint_fingerprint
 from soupkit.config import check_variant_name
-from soupkit.errors import BundleError
+from soupkit.errors import BundleError, SoupkitError
 from soupkit.family import (
     FAMILY_NAME,
     VARIANTS_NAME,
@@ -30,6 +31,8 @@ from soupkit.files import (
     atomic_write_json,
     fsync_path,
     fsync_tree,
+    hold_folder,
+    is_in_work,
     locked,
     make_folder,
     make_pending_folder,
@@ -39,6 +42,7 @@ from soupkit.files import (
 
 LOCK_NAME = ".lock"
 UNLISTED_NAME = ".unlisted"
+PARTIAL_PREFIX = ".partial-"
 
 
 def create_or_open_family(path: str | Path, base: Checkpoint) -> Family:
@@ -83,6 +87,43 @@ def staged_variant(path: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def kept_folder(path: Path, name: str) -> Iterator[Path | None]:
+    """Yield the hidden folder for what is done of the variant `name`, as it was left; None if
+    another process is at it.
+
+    It is removed when the block ends well, or with an error that another try would meet again.
+    """
+    folder = path / VARIANTS_NAME / (PARTIAL_PREFIX + name)
+    with locked(path / LOCK_NAME):
+        folder.mkdir(exist_ok=True)
+        descriptor = hold_folder(folder)
+    if descriptor is None:
+        yield None
+        return
+    try:
+        is_done = False
+        try:
+            yield folder
+            is_done = True
+        except (SoupkitError, ValueError):
+            is_done = True
+            raise
+        finally:
+            if is_done:
+                with contextlib.suppress(OSError), locked(path / LOCK_NAME):
+                    _remove(folder)
+    finally:
+        os.close(descriptor)
+
+
+def has_partial(path: Path, name: str) -> bool:
+    """Whether an export under `name` was interrupted and would go on, or is under way."""
+    # Compared, not joined: `name` may be anything that a person typed.
+    there = {folder.name for folder in (path / VARIANTS_NAME).glob(PARTIAL_PREFIX + "*")}
+    return PARTIAL_PREFIX + name in there
+
+
 def add_variant(path: Path, name: str, staged: Path, *, digest: str) -> tuple[VariantRef, bool]:
     """Move a filled staged folder into the family and list it under `name`, in place of what had
     that name.
@@ -115,19 +156,24 @@ def add_variant(path: Path, name: str, staged: Path, *, digest: str) -> tuple[Va
             # writer does.
             with contextlib.suppress(OSError):
                 _clean(path)
+        _remove_partial(path, name)
     return ref, old is not None
 
 
 def remove_variant(path: Path, name: str) -> None:
-    """Take the variant `name` out of family.json, then delete its folder.
+    """Take the variant `name` out of family.json, then delete its folder, and what an export under
+    that name left which was interrupted; or that alone.
 
     Raises:
         BundleError: no family, or no variant of that name; nothing was changed.
         OSError: family.json cannot be written; nothing was changed.
     """
-    open_family(path).folder(name)
+    if name not in open_family(path).variants and not has_partial(path, name):
+        open_family(path).folder(name)
     with locked(path / LOCK_NAME):
         family = open_family(path)
+        if name not in family.variants and has_partial(path, name) and _remove_partial(path, name):
+            return
         folder = family.folder(name)
         if folder.is_dir():
             (folder / UNLISTED_NAME).touch()
@@ -138,6 +184,7 @@ def remove_variant(path: Path, name: str) -> None:
             # Removes the folder, or only its mark if family.json still lists it.
             with contextlib.suppress(OSError):
                 _clean(path)
+        _remove_partial(path, name)
 
 
 def _free_name(path: Path, name: str, digest: str) -> str:
@@ -167,8 +214,24 @@ def _clean(path: Path) -> None:
         if folder.resolve() in listed:
             marker.unlink(missing_ok=True)
         elif not folder.is_symlink():
-            # Renamed first: a removal that is killed half-way must not lose the marker and keep the
-            # rest.
-            dead = folder.with_name(PENDING_PREFIX + folder.name)
-            os.rename(folder, dead)
-            shutil.rmtree(dead, ignore_errors=True)
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder of the family. The caller holds the lock."""
+    # Renamed first: a removal that is killed half-way must not lose the marker and keep the rest.
+    dead = folder.with_name(f"{PENDING_PREFIX}{folder.name.lstrip('.')}")
+    os.rename(folder, dead)
+    shutil.rmtree(dead, ignore_errors=True)
+
+
+def _remove_partial(path: Path, name: str) -> bool:
+    """Remove what an older export under `name` left that was interrupted, unless one is at it;
+    returns whether there was any. The caller holds the lock.
+    """
+    folder = path / VARIANTS_NAME / (PARTIAL_PREFIX + name)
+    with contextlib.suppress(OSError):
+        if folder.is_dir() and not is_in_work(folder):
+            _remove(folder)
+            return True
+    return False

@@ -23,6 +23,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from soupkit.errors import CheckpointError
+
 PENDING_PREFIX = ".pending-"
 MAX_JSON_BYTES = 256 * 2**20
 
@@ -32,6 +34,22 @@ def fault_text(error: Exception, path: Path) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or path}: {error.strerror}"
     return f"{path}: {error}"
+
+
+@contextlib.contextmanager
+def refusing_in_one_line(what: str) -> Iterator[None]:
+    """Make a CheckpointError of one line, "<what>: <reason>", of any error of a reader."""
+    try:
+        yield
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:
+        # Files may hold anything. Of a KeyError the text alone would say nothing.
+        text = " ".join(str(error).split())
+        is_sentence = isinstance(error, (OSError, ValueError)) and text
+        raise CheckpointError(
+            f"{what}: {text if is_sentence else f'{type(error).__name__}: {text}'}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -195,15 +213,27 @@ def make_pending_folder(parent: Path) -> tuple[Path, int]:
     return folder, descriptor
 
 
-def is_in_work(folder: Path) -> bool:
-    """Whether a living process holds the lock that make_pending_folder took."""
+def hold_folder(folder: Path) -> int | None:
+    """Take the lock of a folder, which is held as long as the returned descriptor is open; None if
+    a living process has it.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
+    except BaseException as error:
         os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return descriptor
+
+
+def is_in_work(folder: Path) -> bool:
+    """Whether a living process holds the lock that make_pending_folder or hold_folder took."""
+    descriptor = hold_folder(folder)
+    if descriptor is None:
+        return True
+    os.close(descriptor)
     return False
 
 

@@ -12,7 +12,7 @@ they are. Bytes are little-endian.
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -21,7 +21,10 @@ from torch import Tensor
 
 from soupkit.delta import TensorSource
 from soupkit.files import atomic_write_json, canonical_json, read_json
-from soupkit.tensorfile import PIECE_BYTES, as_bytes, dtype_name
+from soupkit.tensorfile import as_bytes, dtype_name
+
+# Hashed at a time: a piece and its float32 copy stay in the cache of a core.
+HASHED_BYTES = 2**20
 
 # sha256 with the CPU's own instructions runs at 1-2 GB/s a thread; more threads than this only add
 # memory.
@@ -38,7 +41,7 @@ def num_threads() -> int:
 def sha256_of(tensor: Tensor, *, dtype: torch.dtype) -> str:
     """Hex sha256 of the tensor's entries cast to `dtype`, row-major, a piece at a time."""
     digest = hashlib.sha256()
-    step = PIECE_BYTES // dtype.itemsize
+    step = HASHED_BYTES // dtype.itemsize
     flat = tensor.detach().reshape(-1)
     for start in range(0, flat.numel(), step):
         digest.update(as_bytes(flat[start : start + step].to(dtype)))
@@ -68,11 +71,14 @@ def _hash_entry(name: str, tensor: Tensor) -> Entry:
     return name, dtype_name(dtype), tuple(tensor.shape), sha256_of(tensor, dtype=dtype)
 
 
-def fingerprint(source: TensorSource) -> str:
+def fingerprint(source: TensorSource, *, told: Callable[[int], None] | None = None) -> str:
     """The fingerprint of a model: equal iff all names, shapes and float32 values are equal.
 
     Tensors are asked for in the order of `source.names` from this thread (a gather may be
     collective) and hashed in others; at most `num_threads()` are held at once.
+
+    Args:
+        told: called from this thread with the bytes, as stored, of each tensor that was hashed.
 
     Returns:
         "sha256:<hex>".
@@ -80,13 +86,22 @@ def fingerprint(source: TensorSource) -> str:
     entries: list[Entry] = []
     limit = num_threads()
     with ThreadPoolExecutor(limit) as pool:
-        running: set[Future[Entry]] = set()
+        running: dict[Future[Entry], int] = {}
+
+        def collect() -> None:
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                entries.append(future.result())
+                nbytes = running.pop(future)
+                if told:
+                    told(nbytes)
+
         for name in source.names:
             if len(running) == limit:
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                entries += [future.result() for future in done]
-            running.add(pool.submit(_hash_entry, name, source.tensor(name)))
-        entries += [future.result() for future in running]
+                collect()
+            tensor = source.tensor(name)
+            running[pool.submit(_hash_entry, name, tensor)] = tensor.nbytes
+        while running:
+            collect()
     return digest_of(entries)
 
 

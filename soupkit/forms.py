@@ -73,7 +73,7 @@ class Encoding:
 
     @property
     def stored_planes(self) -> int:
-        """Planes of packed signs in a file: a sparse delta has two, which cancel off its support."""
+        """Planes of packed signs in a file: a sparse delta has two, which cancel where it is 0."""
         return 2 if self.is_sparse else self.planes
 
     @property
@@ -120,6 +120,11 @@ def parse_encoding(encoding: str | Encoding) -> Encoding | None:
     """The encoding of this name; None for "raw". Raises ValueError for any other."""
     if isinstance(encoding, Encoding):
         return encoding
+    if encoding == AUTO:
+        raise ValueError(
+            f"encoding {AUTO!r} is no form but a choice among them within a budget of bytes: call "
+            "soupkit.budget.export_within"
+        )
     try:
         return None if encoding == RAW else Encoding.parse(encoding)
     except ValueError as error:

@@ -1,13 +1,31 @@
-"""Which parameter of a fine-tune meets which of its base, and whether the two have a delta."""
+"""Which parameter of a fine-tune meets which of its base, whether the two have a delta, and who
+reads them: of files the thread that works on them, of a run's own weights the caller's.
+"""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
 
 from soupkit.checkpoint import INPUT_EMBEDDINGS, OUTPUT_EMBEDDINGS, Checkpoint
 from soupkit.delta import TensorSource
 from soupkit.errors import CheckpointError, MergeError
 from soupkit.numeric import check_finite
-from soupkit.tensorfile import dtype_name
+from soupkit.tensorfile import TensorSpec, dtype_name
+from soupkit.window import Job
+
+T = TypeVar("T")
+# What a thread takes for blocks of rows, whatever the tensor.
+_BLOCKS_BYTES = 2**26
+# Of all jobs under way: where the source's tensors are memory, where they are mapped, and where
+# matrices are held whole for an SVD.
+_MOST_BYTES = 2**29
+_MOST_MAPPED_BYTES = 2**30
+_MOST_SVD_BYTES = 2**32
 
 
 def pair_names(base: Checkpoint, finetuned: TensorSource) -> list[tuple[str, str]]:
@@ -34,6 +52,68 @@ def pair_names(base: Checkpoint, finetuned: TensorSource) -> list[tuple[str, str
     for name in names:
         _check_pair(name, base, finetuned)
     return [(name, name) for name in names]
+
+
+def spec_of(source: TensorSource, name: str) -> TensorSpec:
+    """Dtype and shape of one tensor of a source, without reading it."""
+    return TensorSpec(source.dtype(name), source.shape(name))
+
+
+def most_bytes(finetuned: TensorSource, *, has_svd: bool) -> int:
+    """Memory that the jobs of `pair_jobs` may take together."""
+    if has_svd:
+        return _MOST_SVD_BYTES
+    return _MOST_MAPPED_BYTES if isinstance(finetuned, Checkpoint) else _MOST_BYTES
+
+
+def pair_jobs(
+    base: Checkpoint,
+    finetuned: TensorSource,
+    pairs: Sequence[tuple[str, str]],
+    act: Callable[[str, Tensor, Tensor], T],
+    *,
+    nbytes: Callable[[str], int],
+) -> Iterator[Job[T]]:
+    """One job for each pair of names: `act` of the name, the fine-tune's tensor and the base's.
+
+    Those of a Checkpoint are read by the threads, the largest first, and the disk is told before.
+    Those of another source are asked for when the job begins, in the order of `pairs`: that may be
+    collective.
+
+    Args:
+        nbytes: memory that `act` of that name takes beside blocks of rows.
+    """
+    is_mapped = isinstance(finetuned, Checkpoint)
+    if is_mapped:
+        pairs = sorted(pairs, key=lambda pair: -math.prod(finetuned.shape(pair[0])))
+    for ours, theirs in pairs:
+        begin = partial(_begin, base, finetuned, ours, theirs, act)
+        size = nbytes(ours) + (0 if is_mapped else spec_of(finetuned, ours).nbytes)
+        yield Job(size + _BLOCKS_BYTES, begin)
+
+
+def _begin(
+    base: Checkpoint,
+    finetuned: TensorSource,
+    ours: str,
+    theirs: str,
+    act: Callable[[str, Tensor, Tensor], T],
+) -> Callable[[], T]:
+    base.prefetch(theirs)
+    asked: Tensor | None = None
+    if isinstance(finetuned, Checkpoint):
+        finetuned.prefetch(ours)
+    else:
+        asked = finetuned.tensor(ours)
+
+    # The caller's is not that of its threads.
+    @torch.no_grad()
+    def run() -> T:
+        with naming_the_culprit(ours, base, finetuned):
+            mine = finetuned.tensor(ours) if asked is None else asked
+            return act(ours, mine, base.tensor(theirs))
+
+    return run
 
 
 @contextmanager

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from soupkit.errors import CheckpointError
-from soupkit.files import parse_json
+from soupkit.files import parse_json, refusing_in_one_line
 
 IGNORED = -100
 # Of a batch, padding included: its float32 logits take 2048 * 4 bytes a word of the vocabulary.
@@ -120,13 +120,10 @@ def open_model(folder: str | Path, *, device: torch.device | str = "cpu") -> Any
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    try:
-        with _no_bars():
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
-            )
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder}: transformers cannot open the model: {error}") from error
+    with refusing_in_one_line(f"{folder}: transformers cannot open the model"), _no_bars():
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+        )
     # Its own may sample, or punish repetitions; where it ends is kept.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     return model.to(device).eval().requires_grad_(False)
@@ -154,10 +151,8 @@ def open_tokenizer(folder: str | Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    try:
+    with refusing_in_one_line(f"{folder}: no usable tokenizer"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder}: no usable tokenizer: {error}") from error
 
 
 def context_of(model: Any) -> int | None:

@@ -3,19 +3,21 @@
     W = W_base + delta    in float32, rounded once to the dtype asked for; see soupkit.manifest
 
 A narrow dtype rounds part of a small delta away (algorithms 1.7); the report says how much. The
-fused path of soupkit.serving has no such loss.
+fused path of soupkit.serving has no such loss. Blocks of rows are worked on side by side by threads
+of one core each, some MB a thread, and written straight to their place; the bits do not depend on
+how many threads there are.
 """
 
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from soupkit.blocks import row_blocks
 from soupkit.bundle import Variant, open_variant
 from soupkit.checkpoint import Checkpoint
 from soupkit.companions import is_companion
@@ -26,9 +28,19 @@ from soupkit.export import Progress
 from soupkit.family import Family, open_base, open_family
 from soupkit.files import atomic_folder, file_digest
 from soupkit.manifest import MANIFEST_NAME, TensorEntry, matrix_shape
-from soupkit.numeric import rounded, squared_norm
+from soupkit.mean import BLOCK_ENTRIES
+from soupkit.numeric import full_precision, rounded, squared_norm
 from soupkit.shards import ShardWriter
+from soupkit.signs import row_blocks
 from soupkit.tensorfile import DTYPES, TensorSpec
+from soupkit.window import Job, as_they_end
+from soupkit.workers import Workers
+
+# Entries of a job, in whole rows: some milliseconds, so that handing it over costs nothing. What it
+# takes beside the packed rows and the blocks is a row wider than that.
+_JOB_ENTRIES = 2**21
+_JOB_BYTES = 2**24
+_MOST_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +72,8 @@ def restore(
     Args:
         base: folder or hub id of the base; None: where the family says it is.
         dtype: of all floating weights; None: float32.
-        progress: called after each tensor with its name, entries done, entries in all.
+        progress: called with the name of the tensor just worked on, bytes of weights that were
+            written, and these bytes in all.
 
     Raises:
         BundleError: no such variant, damaged, or another base. CheckpointError: the base is
@@ -126,76 +139,121 @@ def check_covers(variant: Variant, base: Checkpoint) -> None:
             )
 
 
+def _as_rows(entry: TensorEntry) -> tuple[int, int]:
+    """How many rows a parameter is worked on in, and the entries of each."""
+    if entry.kind == "delta":
+        return matrix_shape(entry.name, entry.shape)
+    return (entry.shape[0] if entry.shape else 1), math.prod(entry.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What a job wrote, and ||delta||^2 and ||round(W) - W||^2 of its rows."""
+
+    name: str
+    nbytes: int
+    start: int
+    energy: float = 0.0
+    lost: float = 0.0
+
+
 class _Restorer:
-    """Streams W = W_base + decoded delta of one variant."""
+    """Writes W = W_base + decoded delta of one variant, rows of many matrices side by side."""
 
     def __init__(self, variant: Variant, base: Checkpoint, dtype: torch.dtype) -> None:
         self._variant = variant
         self._base = base
         self._dtype = dtype
-        self._lost = 0.0
-        self._energy = 0.0
+        entries = (entry for entry in variant.manifest.tensors if entry.kind != "tied")
+        self._entries = {entry.name: entry for entry in entries}
+        self._specs = {name: self._spec(entry) for name, entry in self._entries.items()}
+
+    def _spec(self, entry: TensorEntry) -> TensorSpec:
+        # Whole numbers are the fine-tune's, and the base's dtype may not hold them.
+        is_float = self._base.dtype(entry.name).is_floating_point
+        return TensorSpec(self._dtype if is_float else DTYPES[entry.dtype], entry.shape)
 
     def write(self, folder: Path, progress: Progress | None) -> float:
         """Fill `folder`; returns the share of the delta that rounding lost."""
-        entries = [entry for entry in self._variant.manifest.tensors if entry.kind != "tied"]
-        writer = ShardWriter(folder)
+        writer = ShardWriter(folder, self._specs)
         try:
-            self._write_weights(writer, entries, progress)
-            writer.close()
+            done = self._write_weights(writer, progress)
+            writer.finish()
         finally:
-            writer.abort()
-        self._write_companions(folder, {entry.name: entry.shape for entry in entries})
-        return math.sqrt(self._lost / self._energy) if self._energy else 0.0
+            writer.close()
+        self._write_companions(folder, {name: spec.shape for name, spec in self._specs.items()})
+        energy = math.fsum(part.energy for part in done)
+        return math.sqrt(math.fsum(part.lost for part in done) / energy) if energy else 0.0
 
-    def _write_weights(
-        self, writer: ShardWriter, entries: Sequence[TensorEntry], progress: Progress | None
-    ) -> None:
-        done, total = 0, sum(math.prod(entry.shape) for entry in entries)
-        for entry in entries:
-            # Whole numbers are the fine-tune's, and the base's dtype may not hold them.
-            is_float = self._base.dtype(entry.name).is_floating_point
-            dtype = self._dtype if is_float else DTYPES[entry.dtype]
-            writer.add_pieces(
-                entry.name, TensorSpec(dtype, entry.shape), self._pieces(entry, dtype)
-            )
-            done += math.prod(entry.shape)
-            if progress:
-                progress(entry.name, done, total)
+    def _write_weights(self, writer: ShardWriter, progress: Progress | None) -> list[_Done]:
+        done, total = 0, sum(spec.nbytes for spec in self._specs.values())
+        parts: list[_Done] = []
+        # Its settings are the process's: threads of their own would undo each other's.
+        with full_precision(torch.empty(0)), Workers() as workers:
+            for part in as_they_end(workers, self._jobs(writer), most_bytes=_MOST_BYTES):
+                parts.append(part)
+                done += part.nbytes
+                if progress:
+                    progress(part.name, done, total)
+        return parts
 
-    def _pieces(self, entry: TensorEntry, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The restored parameter as consecutive pieces in `dtype`."""
-        if entry.kind == "delta":
-            yield from self._sums(entry, dtype)
-            return
-        whole = (
-            self._variant.raw(entry.name) if entry.kind == "raw" else self._base.tensor(entry.name)
-        )
-        for rows in row_blocks(entry.shape):
-            piece = whole[rows] if entry.shape else whole
-            is_float = piece.is_floating_point()
-            yield rounded(entry.name, piece, dtype) if is_float else piece.to(dtype)
+    def _jobs(self, writer: ShardWriter) -> Iterator[Job[_Done]]:
+        for entry in self._entries.values():
+            rows, columns = _as_rows(entry)
+            step = max(1, _JOB_ENTRIES // max(1, columns))
+            for start in range(0, rows, step):
+                some = slice(start, min(start + step, rows))
+                yield Job(_JOB_BYTES, partial(self._begin, writer, entry, some))
 
-    def _sums(self, entry: TensorEntry, dtype: torch.dtype) -> Iterator[Tensor]:
-        encoded = self._variant.delta(entry.name)
-        theirs = self._base.tensor(entry.name).reshape(matrix_shape(entry.name, entry.shape))
-        for rows in row_blocks(tuple(theirs.shape)):
-            delta = decode_rows(encoded, rows)
-            exact = (
-                theirs[rows].float().add_(delta)
-                if theirs.dtype != torch.float32
-                else theirs[rows] + delta
-            )
-            if not bool(torch.isfinite(exact).all()):
-                # Finite factors may have such a product: a hostile file, as no export makes it.
-                raise BundleError(
-                    f"{self._variant.path}: {entry.name!r} is beyond float32; export it again"
-                )
-            sums = rounded(entry.name, exact, dtype)
+    def _begin(self, writer: ShardWriter, entry: TensorEntry, rows: slice) -> Callable[[], _Done]:
+        act = self._add if entry.kind == "delta" else self._copy
+        return partial(act, writer, entry, rows)
+
+    def _copy(self, writer: ShardWriter, entry: TensorEntry, rows: slice) -> _Done:
+        """Rows that are stored whole, or the base's."""
+        name, dtype = entry.name, self._specs[entry.name].dtype
+        some = rows if entry.shape else None
+        if entry.kind == "raw":
+            whole = self._variant.raw(name, some)
+        else:
+            whole = self._base.tensor(name) if some is None else self._base.tensor(name)[some]
+        start = rows.start * _as_rows(entry)[1]
+        flat = whole.reshape(-1)
+        for at in range(0, len(flat), BLOCK_ENTRIES):
+            piece = flat[at : at + BLOCK_ENTRIES]
+            piece = rounded(name, piece, dtype) if piece.is_floating_point() else piece.to(dtype)
+            writer.write(name, piece, first_entry=start + at)
+        return _Done(name, len(flat) * dtype.itemsize, start)
+
+    def _add(self, writer: ShardWriter, entry: TensorEntry, rows: slice) -> _Done:
+        """Rows of the base with their delta."""
+        name, dtype = entry.name, self._specs[entry.name].dtype
+        shape = matrix_shape(name, entry.shape)
+        encoded = self._variant.delta(name, rows)
+        theirs = self._base.tensor(name).reshape(shape)[rows]
+        wide = torch.float64 if theirs.dtype == torch.float64 else torch.float32
+        energy = lost = 0.0
+        for block in row_blocks((rows.stop - rows.start, shape[1])):
+            delta = decode_rows(encoded, block)
+            exact = theirs[block].to(wide, copy=True).add_(delta)
+            sums = self._rounded(name, exact, dtype)
+            first = (rows.start + block.start) * shape[1]
+            writer.write(name, sums, first_entry=first)
             if dtype != torch.float32:
-                self._energy += squared_norm(delta)
-                self._lost += squared_norm(sums.float() - exact)
-            yield sums
+                energy += squared_norm(delta)
+                lost += squared_norm(exact.sub_(sums.to(wide)))
+        count = (rows.stop - rows.start) * shape[1]
+        return _Done(name, count * dtype.itemsize, rows.start, energy, lost)
+
+    def _rounded(self, name: str, exact: Tensor, dtype: torch.dtype) -> Tensor:
+        flat = exact.reshape(-1)
+        # No entry is larger than the norm; only where that overflows each is looked at.
+        if not math.isfinite(float(torch.dot(flat, flat))) and not bool(
+            torch.isfinite(exact).all()
+        ):
+            # Finite factors may have such a product: a hostile file, as no export makes it.
+            raise BundleError(f"{self._variant.path}: {name!r} is beyond float32; export it again")
+        return rounded(name, exact, dtype)
 
     def _write_companions(self, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         """The base's companion files, the variant's over them, and config.json for the weights."""

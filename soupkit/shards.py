@@ -1,8 +1,8 @@
 """Writing tensors that come one by one: one safetensors file, or a model folder's shards and index.
 
-Nothing has to be known beforehand and no tensor is held: bytes go to a spool file first and are
-copied behind their header, inside the kernel where it can, when the file is complete. Not atomic:
-write into soupkit.files.atomic_folder.
+No tensor is held. What is not known beforehand goes to a spool file first and is copied behind its
+header, inside the kernel where it can, when the file is complete. A model's shapes are known: its
+entries are written to their place. Not atomic: write into soupkit.files.atomic_folder.
 """
 
 import os
@@ -20,13 +20,33 @@ MAX_SHARD_BYTES = 5_000_000_000
 class SpooledFile:
     """One safetensors file in the making; `nbytes` counts the data so far."""
 
-    def __init__(self, path: Path) -> None:
-        """Args: path: of the file to be; the spool lies hidden beside it until finish()."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        spool: Path | None = None,
+        held: Iterable[tuple[str, TensorSpec]] = (),
+    ) -> None:
+        """Start a file.
+
+        Args:
+            path: of the file to be.
+            spool: where the bytes lie until finish(); it stays there. None: hidden beside `path`,
+                and removed in the end.
+            held: names and specs of what the given spool holds already, in order; what lies behind
+                that is cut off.
+        """
         self.nbytes = 0
         self._path = path
-        self._spool_path = path.with_name(f".{path.name}.spool")
-        self._spool = open(self._spool_path, "xb+", buffering=0)  # noqa: SIM115 - closed by finish()
+        self._is_own = spool is None
+        self._spool_path = spool or path.with_name(f".{path.name}.spool")
         self._entries: dict[str, tuple[TensorSpec, int]] = {}
+        for name, spec in held:
+            self._entries[name] = (spec, self.nbytes)
+            self.nbytes += spec.nbytes
+        mode = "rb+" if self._entries else "xb+" if self._is_own else "wb+"
+        self._spool = open(self._spool_path, mode, buffering=0)  # noqa: SIM115 - closed by finish()
+        self._spool.truncate(self.nbytes)
 
     def __contains__(self, name: str) -> bool:
         """Whether a tensor of that name was added."""
@@ -75,7 +95,7 @@ class SpooledFile:
         return done
 
     def finish(self, *, metadata: Mapping[str, str] | None = None) -> None:
-        """Write the file and remove the spool. Raises OSError."""
+        """Write the file and drop the spool. Raises OSError."""
         specs = {name: spec for name, (spec, _) in self._entries.items()}
         writer = TensorFileWriter(self._path, specs, metadata=metadata)
         try:
@@ -87,99 +107,101 @@ class SpooledFile:
             self.close()
 
     def close(self) -> None:
-        """Drop the spool; for the way out of an error, and harmless after finish()."""
+        """Drop the spool, or only let go of a given one; for the way out of an error, and harmless
+        after finish().
+        """
         self._spool.close()
-        self._spool_path.unlink(missing_ok=True)
+        if self._is_own:
+            self._spool_path.unlink(missing_ok=True)
 
 
 class ShardWriter:
-    """Writes `<stem>.safetensors`, or `<stem>-00001-of-00003.safetensors` ... and their index."""
+    """Writes `<stem>.safetensors`, or `<stem>-00001-of-00003.safetensors` ... and their index, of
+    tensors that are known beforehand; their entries may come in any order and from any thread.
+    """
 
     def __init__(
-        self, folder: Path, stem: str = "model", *, max_shard_bytes: int = MAX_SHARD_BYTES
+        self,
+        folder: Path,
+        specs: Mapping[str, TensorSpec],
+        *,
+        stem: str = "model",
+        max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
-        """Start a set of files.
+        """Plan the files, in the order of `specs`, and write their headers.
 
         Args:
             folder: exists and has no files of this stem.
+            specs: at least one.
             stem: start of the file names.
             max_shard_bytes: of the data of one file; a larger tensor gets a file of its own.
+
+        Raises:
+            OSError: the disk refused.
+            ValueError: no tensor, or a limit below 1.
         """
         if max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes={max_shard_bytes}: must be >= 1")
-        self._folder = folder
-        self._stem = stem
-        self._max_shard_bytes = max_shard_bytes
-        self._total_bytes = 0
-        self._shards: list[Path] = []
+        if not specs:
+            raise ValueError(f"{folder}: no tensor for {stem}")
+        self._index = folder / f"{stem}.safetensors.index.json"
+        shards = _planned(specs, max_shard_bytes)
+        count = len(shards)
+        names = [f"{stem}-{number:05d}-of-{count:05d}" for number in range(1, count + 1)]
+        self._paths = [folder / f"{name}.safetensors" for name in (names if count > 1 else [stem])]
+        self._total_bytes = sum(spec.nbytes for spec in specs.values())
+        self._writers: list[TensorFileWriter] = []
         self._shard_of: dict[str, int] = {}
-        self._open: SpooledFile | None = None
+        try:
+            for number, shard in enumerate(shards):
+                # transformers refuses weights whose metadata does not say who wrote them.
+                writer = TensorFileWriter(self._paths[number], shard, metadata={"format": "pt"})
+                self._writers.append(writer)
+                self._shard_of |= dict.fromkeys(shard, number)
+        except BaseException:
+            self.close()
+            raise
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Append one tensor; it may be changed or freed afterwards.
+    def write(self, name: str, tensor: Tensor, *, first_entry: int = 0) -> None:
+        """Write some consecutive entries of a tensor, as TensorFileWriter.write."""
+        self._writers[self._shard_of[name]].write(name, tensor, first_entry=first_entry)
 
-        Raises:
-            OSError: the disk refused.
-            ValueError: the name was added before.
-        """
-        self.add_pieces(name, TensorSpec(tensor.dtype, tuple(tensor.shape)), [tensor])
-
-    def add_pieces(self, name: str, spec: TensorSpec, pieces: Iterable[Tensor]) -> None:
-        """Append one tensor given as consecutive pieces of its entries, such as blocks of rows.
-
-        Raises:
-            OSError: the disk refused.
-            ValueError: the name was added before, or the pieces are not the tensor that `spec`
-                says.
-        """
-        if name in self._shard_of:
-            raise ValueError(f"{name} was written before")
-        full = self._open is not None and self._open.nbytes + spec.nbytes > self._max_shard_bytes
-        if full and self._open is not None and self._open.nbytes:
-            self._finish_shard(self._open)
-        if self._open is None:
-            self._shards.append(self._folder / f".{self._stem}.part-{len(self._shards):05d}")
-            self._open = SpooledFile(self._shards[-1])
-        self._open.add_pieces(name, spec, pieces)
-        self._shard_of[name] = len(self._shards) - 1
-        self._total_bytes += spec.nbytes
-
-    def close(self) -> tuple[Path, ...]:
-        """Finish the last file, name the files and write the index.
+    def finish(self) -> tuple[Path, ...]:
+        """Close the files and write their index, if there are several.
 
         Returns:
             The weight files in order.
 
         Raises:
             OSError: the disk refused.
-            ValueError: no tensor was added.
+            ValueError: entries are missing.
         """
-        if self._open is None:
-            raise ValueError(f"{self._folder}: no tensor was added to {self._stem}")
-        self._finish_shard(self._open)
-        if len(self._shards) == 1:
-            paths = [self._folder / f"{self._stem}.safetensors"]
-        else:
-            count = len(self._shards)
-            paths = [
-                self._folder / f"{self._stem}-{number:05d}-of-{count:05d}.safetensors"
-                for number in range(1, count + 1)
-            ]
-            weight_map = {name: paths[shard].name for name, shard in sorted(self._shard_of.items())}
+        for writer in self._writers:
+            writer.check_complete()
+        self.close()
+        if len(self._paths) > 1:
+            shard_of = sorted(self._shard_of.items())
+            weight_map = {name: self._paths[shard].name for name, shard in shard_of}
             atomic_write_json(
-                self._folder / f"{self._stem}.safetensors.index.json",
+                self._index,
                 {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map},
             )
-        for part, path in zip(self._shards, paths, strict=True):
-            os.rename(part, path)
-        return tuple(paths)
+        return tuple(self._paths)
 
-    def abort(self) -> None:
-        """Drop what is unfinished; for the way out of an error, and harmless after close()."""
-        if self._open is not None:
-            self._open.close()
+    def close(self) -> None:
+        """Close the files as they are; for the way out of an error, and harmless after finish()."""
+        for writer in self._writers:
+            writer.close()
 
-    def _finish_shard(self, file: SpooledFile) -> None:
-        # transformers refuses weights whose metadata does not say which framework wrote them.
-        file.finish(metadata={"format": "pt"})
-        self._open = None
+
+def _planned(specs: Mapping[str, TensorSpec], most: int) -> list[dict[str, TensorSpec]]:
+    """The tensors of each file, filled in order."""
+    shards: list[dict[str, TensorSpec]] = []
+    free = 0
+    for name, spec in specs.items():
+        if not shards or spec.nbytes > free:
+            shards.append({})
+            free = most
+        shards[-1][name] = spec
+        free -= spec.nbytes
+    return shards

@@ -116,7 +116,8 @@ def _encode_plane(
 ) -> Delta:
     """The signs of a residual and their best scales."""
     packed = torch.empty(1, shape[0], packed_width(shape[1]), dtype=torch.uint8, device=device)
-    by_row, by_column = _write_signs(read, shape, packed[0])
+    has_columns = scale in ("column", "rank1")
+    by_row, by_column = _write_signs(read, shape, packed[0], has_columns=has_columns)
     if scale == "matrix":
         mean = by_row.sum() / max(1, math.prod(shape))
         return Delta(*shape, packed, mean.float().reshape(1, 1))
@@ -129,8 +130,12 @@ def _encode_plane(
     return Delta(*shape, packed, u.float().unsqueeze(0), v.float().unsqueeze(0))
 
 
-def _write_signs(read: Read, shape: tuple[int, int], packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Pack the signs into `packed`; returns sums of |.|, float64: by row [N], by column [K]."""
+def _write_signs(
+    read: Read, shape: tuple[int, int], packed: Tensor, *, has_columns: bool
+) -> tuple[Tensor, Tensor]:
+    """Pack the signs into `packed`; returns sums of |.|, float64: by row [N], by column [K], the
+    latter zeros where they are not asked for (a tenth of the time of plain row scales).
+    """
     by_row = torch.zeros(shape[0], dtype=torch.float64, device=packed.device)
     by_column = torch.zeros(shape[1], dtype=torch.float64, device=packed.device)
     for rows in row_blocks(shape):
@@ -138,7 +143,8 @@ def _write_signs(read: Read, shape: tuple[int, int], packed: Tensor) -> tuple[Te
         packed[rows] = pack(block)
         magnitude = block.abs()
         by_row[rows] = magnitude.sum(dim=1, dtype=torch.float64)
-        by_column += magnitude.sum(dim=0, dtype=torch.float64)
+        if has_columns:
+            by_column += magnitude.sum(dim=0, dtype=torch.float64)
     return by_row, by_column
 
 

@@ -1,7 +1,7 @@
 """One pass over the bytes of a stored tensor: read into new memory, hashed, checked to be finite.
 
-A piece is hashed and checked while the core's cache still has it, and the disk is told what is read
-next, so that it works meanwhile. Reading, hashing and checking let other threads run, on purpose
+A piece is hashed and checked while the cache still has it, and the disk is told what is read next,
+so that it works meanwhile. Reading, hashing and checking let other threads run, on purpose
 also those of a server that generates: nothing here starts threads of its own.
 
 A float is finite unless its exponent bits are all ones (of float8_e4m3fn, which has no infinity:
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from soupkit.tensorfile import Slot, as_bytes, read_into
 
-# A piece and what is made of it fit in the cache of one core.
-PIECE_BYTES = 1 << 19
-AHEAD_BYTES = 16 * PIECE_BYTES
+# Small enough for a cache, and large enough that a busy interpreter is asked for seldom.
+PIECE_BYTES = 4 << 20
+AHEAD_BYTES = 4 * PIECE_BYTES
 
 # Unsigned integers of a float's size, and the bits that are all ones if it is not finite.
 _EXPONENTS: dict[torch.dtype, tuple[type[np.unsignedinteger], int]] = {
@@ -56,11 +56,12 @@ def is_finite(data: Tensor, dtype: torch.dtype) -> bool:
 
 
 def read_checked(
-    descriptor: int, buffer: Tensor, slot: Slot, *, check: bool = True
+    descriptor: int, slot: Slot, buffer: Tensor | None = None, *, check: bool = True
 ) -> tuple[str, bool]:
-    """Fills the uint8 `buffer` [bytes] with a tensor of the file.
+    """Reads a tensor of a file, each byte once.
 
     Args:
+        buffer: uint8 [bytes], to be filled with it; None: it is looked at only, a piece at a time.
         check: whether to hash it.
 
     Returns:
@@ -70,12 +71,15 @@ def read_checked(
         OSError: it cannot be read. ValueError: the file ends too early.
     """
     digest, finite = hashlib.sha256(), True
-    for start in range(0, buffer.numel(), PIECE_BYTES):
+    size = slot.spec.nbytes
+    room = torch.empty(min(PIECE_BYTES, size), dtype=torch.uint8) if buffer is None else buffer
+    for start in range(0, size, PIECE_BYTES):
         offset = slot.start + start
         if start % AHEAD_BYTES == 0:
             ahead = min(2 * AHEAD_BYTES, slot.stop - offset)
             os.posix_fadvise(descriptor, offset, ahead, os.POSIX_FADV_WILLNEED)
-        piece = buffer[start : start + PIECE_BYTES]
+        at = 0 if buffer is None else start
+        piece = room[at : at + min(PIECE_BYTES, size - start)]
         read_into(descriptor, piece, offset)
         if check:
             digest.update(as_bytes(piece))

@@ -10,10 +10,12 @@ be replaced while it is read). The writer knows all shapes first, so that it wri
 and holds none. It knows nothing of models.
 """
 
+import contextlib
 import errno
 import json
 import math
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,6 +171,18 @@ class MappedFile:
         tensor: Tensor = self._handle.get_tensor(name)  # type: ignore[no-untyped-call]  # Rust
         return tensor
 
+    def prefetch(self, name: str) -> None:
+        """Have the system begin to read the tensor `name`; returns before it has."""
+        slot = self.slots[name]
+        # A hint alone: what is wrong with the file is told by whoever reads it.
+        with contextlib.suppress(OSError):
+            descriptor = os.open(self.stamp[0], os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                size = slot.stop - slot.start
+                os.posix_fadvise(descriptor, slot.start, size, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(descriptor)
+
 
 def _view(buffer: Tensor) -> memoryview:
     """The memory of a contiguous uint8 tensor."""
@@ -243,7 +257,8 @@ def _layout(
 
 
 class TensorFileWriter:
-    """Writes one safetensors file, tensor by tensor or piece by piece, in any order.
+    """Writes one safetensors file, tensor by tensor or piece by piece, in any order and from any
+    thread.
 
     The layout is the safetensors package's own: larger items first, then by name. Not atomic and
     not synced: use it inside soupkit.files.atomic_folder or a pending folder.
@@ -261,6 +276,7 @@ class TensorFileWriter:
         self._specs = dict(specs)
         self._missing = {name: spec.nbytes for name, spec in specs.items()}
         self._data_start = len(raw)
+        self._lock = threading.Lock()
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by close()
         try:
             self._write(raw, 0)
@@ -290,7 +306,8 @@ class TensorFileWriter:
         if offset + len(data) > spec.nbytes:
             raise ValueError(f"{name}: {offset + len(data)} bytes do not fit into {spec.nbytes}")
         self._write(data, self._data_start + self._starts[name] + offset)
-        self._missing[name] -= len(data)
+        with self._lock:
+            self._missing[name] -= len(data)
 
     def copy(self, name: str, descriptor: int, offset: int) -> None:
         """Write `name` in full from the bytes of another open file that start at `offset`. Raises

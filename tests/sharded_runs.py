@@ -23,6 +23,7 @@ from soupkit import ExportConfig, SoupConfig
 from soupkit.errors import TrainingError
 from soupkit.tensorfile import TensorFileWriter
 from soupkit.training import Soup, params, weights
+from soupkit.training.finish import finish_run
 
 CONFIG = SoupConfig(merge_every_n_steps=2, rank=3)
 MERGES = (4, 6)
@@ -161,6 +162,9 @@ def run(strategy: Plain, folder: Path, config: SoupConfig = CONFIG) -> dict:
         record["faults"] = faults(step, fail, judge)
         record["is_kept"] = is_kept(strategy, data)
         record["end"] = strategy.whole()
+        # What finish() does, without ending the run: two passes over weights that ranks share.
+        auto = ExportConfig(family=folder / "family", name="auto", encoding="auto")
+        finish_run(soup._run, auto, step=soup.num_steps, save_companions=lambda _: None)
         soup.finish(export=ExportConfig(family=folder / "family", name="end", encoding="row-x4"))
     return record
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from soupkit import budget, candidates
+from soupkit import budget, candidates, survey
 from soupkit.allocate import Candidate, allocate, error_of, least_bytes
 from soupkit.budget import Plan, export_within, plan_export
 from soupkit.bundle import open_family, open_variant
@@ -329,6 +329,15 @@ def test_a_budget_that_holds_nothing_is_refused_before_a_family_is_made(
     assert within(*models, tmp_path / "f", least).export.bytes["weights"] <= least
 
 
+def test_an_export_without_a_budget_tells_where_auto_is(models, tmp_path) -> None:
+    for options in ({"encoding": "auto"}, {"encodings": {GATE: "auto"}}):
+        with pytest.raises(ValueError, match=r"call soupkit\.budget\.export_within"):
+            export_variant(
+                *map(open_checkpoint, models), family=tmp_path / "f", name="v", **options
+            )
+    assert not (tmp_path / "f").exists()
+
+
 @pytest.mark.parametrize("budget_bytes", [2**63, 1e6, True, -1])
 def test_a_budget_that_no_manifest_could_hold_is_refused(models, tmp_path, budget_bytes) -> None:
     with pytest.raises(ValueError, match="budget_bytes="):
@@ -344,13 +353,13 @@ def test_the_largest_budget_gives_a_variant_that_opens(models, tmp_path) -> None
 def test_estimates_that_do_not_come_true_give_row_scales(
     base_folder, finetuned_folder, tmp_path, monkeypatch
 ) -> None:
-    measured = budget.measure_pair
+    measured = survey.measure_pair
 
     def too_good(*pair):
         energy, errors = measured(*pair)
         return energy, {**errors, "lowrank-1": 0.0}
 
-    monkeypatch.setattr(budget, "measure_pair", too_good)
+    monkeypatch.setattr(survey, "measure_pair", too_good)
     report = within(base_folder, finetuned_folder, tmp_path / "f")
     assert {"row"} == {one.encoding for one in report.groups if one.encoding != "raw"}
     assert report.lost_energy == pytest.approx(report.plan.row.lost_energy, rel=1e-6)
@@ -362,7 +371,7 @@ def test_estimates_that_do_not_come_true_give_row_scales(
 def test_row_scales_as_the_choice_are_written_once(
     base_folder, finetuned_folder, tmp_path, monkeypatch
 ) -> None:
-    measured, runs = budget.measure_pair, []
+    measured, runs = survey.measure_pair, []
 
     def row_alone(*pair):
         energy, errors = measured(*pair)
@@ -372,7 +381,7 @@ def test_row_scales_as_the_choice_are_written_once(
         runs.append(options["name"])
         return export_variant(*pair, **options)
 
-    monkeypatch.setattr(budget, "measure_pair", row_alone)
+    monkeypatch.setattr(survey, "measure_pair", row_alone)
     monkeypatch.setattr(budget, "export_variant", counted)
     report = within(base_folder, finetuned_folder, tmp_path / "f")
     # Also that the default budget holds them, where nothing is smaller.

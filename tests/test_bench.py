@@ -8,7 +8,7 @@ import pytest
 import serving_kit
 import torch
 
-from soupkit.bench import export, load, merge, rows, serve, strategies
+from soupkit.bench import load, merge, offline_merge, rows, serve, strategies
 from soupkit.bench.rows import Row, compare, document
 from soupkit.bundle import create_or_open_family
 from soupkit.checkpoint import open_checkpoint
@@ -63,6 +63,7 @@ def test_merges_keep_the_energy_that_full_svd_keeps(monkeypatch: pytest.MonkeyPa
     """TB68: their seconds are measured against those of the full SVD."""
     monkeypatch.setattr(merge, "SHAPES", ((70, 90), (290, 270)))
     monkeypatch.setattr(strategies, "rows", lambda quick: [])
+    monkeypatch.setattr(offline_merge, "rows", lambda **_: [])
     torch.manual_seed(3)
     state = torch.get_rng_state()
     found = merge.run(quick=True)
@@ -79,6 +80,7 @@ def test_long_shapes_are_held_against_svd_lowrank(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(merge, "SHAPES", ((90, 100),))
     monkeypatch.setattr(merge, "FULL_MAX", 80)
     monkeypatch.setattr(strategies, "rows", lambda quick: [])
+    monkeypatch.setattr(offline_merge, "rows", lambda **_: [])
     found = merge.run(quick=True)
     assert "svd_lowrank niter=2" in {one.baseline for one in found}
     assert not [one for one in found if "flat" in one.name or one.name.endswith("energy")]
@@ -89,12 +91,6 @@ def test_the_peak_counts_what_is_held_at_one_time() -> None:
     together = merge.peak_bytes(lambda: [torch.zeros(50_000) for _ in range(3)])
     assert 200_000 <= apart < 300_000
     assert 600_000 <= together < 700_000
-
-
-def test_export_and_restore_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "LAYERS", {True: 1, False: 1})
-    monkeypatch.setattr(export, "HIDDEN", 24)
-    assert [found.baseline for found in export.run(quick=True)] == ["cp", "cp"]
 
 
 def test_serving_is_measured(tmp_path: Path) -> None:

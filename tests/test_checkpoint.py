@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,7 @@ from soupkit.files import (
     parse_json,
     plain_json,
 )
+from soupkit.shards import SpooledFile
 from soupkit.tensorfile import MappedFile, TensorFileWriter, TensorSpec, read_header
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -420,18 +422,20 @@ def test_writer_refuses_what_was_not_announced(tmp_path):
     writer.close()
 
 
+def planned(folder, tensors, **options):
+    specs = {name: TensorSpec(one.dtype, tuple(one.shape)) for name, one in tensors.items()}
+    return ShardWriter(folder, specs, **options)
+
+
 @pytest.mark.parametrize("limit", [1, 60, 10**9])
-def test_shards_hold_what_was_added(tmp_path, limit):
-    tensors = {f"t{i}": torch.full((i, 5), float(i)) for i in range(5)}
-    writer = ShardWriter(tmp_path, max_shard_bytes=limit)
-    for name, tensor in tensors.items():
-        writer.add(name, tensor)
-    with pytest.raises(ValueError, match="t1 was written before"):
-        writer.add("t1", tensors["t1"])
-    paths = writer.close()
-    assert sorted(
-        path.name for path in tmp_path.iterdir() if path.suffix == ".safetensors"
-    ) == sorted(path.name for path in paths)
+def test_shards_hold_what_was_written_in_any_order(tmp_path, limit):
+    tensors = {f"t{i}": torch.arange(i * 5.0).reshape(i, 5) for i in range(5)}
+    writer = planned(tmp_path, tensors, max_shard_bytes=limit)
+    for name, tensor in reversed(tensors.items()):
+        for row in reversed(range(len(tensor))):
+            writer.write(name, tensor[row], first_entry=5 * row)
+    paths = writer.finish()
+    assert sorted(tmp_path.glob("*.safetensors")) == sorted(paths)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.names == tuple(sorted(tensors))
@@ -442,39 +446,67 @@ def test_shards_hold_what_was_added(tmp_path, limit):
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
         assert index["metadata"]["total_size"] == sum(one.nbytes for one in tensors.values())
         assert paths[0].name == f"model-00001-of-{len(paths):05d}.safetensors"
+        sizes = [sum(one.nbytes for one in load_file(path).values()) for path in paths]
+        assert all(
+            size <= limit or len(load_file(path)) == 1
+            for size, path in zip(sizes, paths, strict=True)
+        )
 
 
-def test_copying_works_without_copy_file_range(tmp_path, monkeypatch):
+def test_shards_are_written_from_many_threads(tmp_path):
+    tensors = {f"t{i}": torch.arange(3000.0).roll(i).reshape(1000, 3) for i in range(4)}
+    writer = planned(tmp_path, tensors, max_shard_bytes=20_000)
+    rows = [(name, row) for name in tensors for row in range(1000)]
+
+    def write(place):
+        writer.write(place[0], tensors[place[0]][place[1]], first_entry=3 * place[1])
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, rows))
+    writer.finish()
+    found = open_checkpoint(tmp_path)
+    assert all(torch.equal(found.tensor(name), tensors[name]) for name in tensors)
+
+
+def test_spool_is_copied_without_copy_file_range(tmp_path, monkeypatch):
     def unsupported(*args, **options):
         raise OSError(errno.EXDEV, "cross-device")
 
     monkeypatch.setattr(os, "copy_file_range", unsupported)
-    writer = ShardWriter(tmp_path)
-    writer.add("a", torch.arange(7))
-    writer.close()
-    assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], torch.arange(7))
+    file = SpooledFile(tmp_path / "x.safetensors")
+    file.add("a", torch.arange(7))
+    file.finish()
+    assert torch.equal(load_file(tmp_path / "x.safetensors")["a"], torch.arange(7))
+    assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]
 
 
 def test_pieces_must_be_the_tensor(tmp_path):
-    writer = ShardWriter(tmp_path)
+    file = SpooledFile(tmp_path / "x.safetensors")
     spec = TensorSpec(torch.float32, (3, 2))
-    writer.add_pieces("a", spec, [torch.ones(2, 2), torch.zeros(1, 2)])
+    file.add_pieces("a", spec, [torch.ones(2, 2), torch.zeros(1, 2)])
+    with pytest.raises(ValueError, match="a was written before"):
+        file.add("a", torch.ones(1))
     with pytest.raises(ValueError, match="16 bytes came"):
-        writer.add_pieces("b", spec, [torch.ones(2, 2)])
+        file.add_pieces("b", spec, [torch.ones(2, 2)])
     with pytest.raises(ValueError, match="announced as"):
-        writer.add_pieces("c", spec, [torch.ones(3, 2, dtype=torch.int64)])
-    writer.add("d", torch.tensor([7]))
-    writer.close()
-    found = load_file(tmp_path / "model.safetensors")
+        file.add_pieces("c", spec, [torch.ones(3, 2, dtype=torch.int64)])
+    file.add("d", torch.tensor([7]))
+    file.finish()
+    found = load_file(tmp_path / "x.safetensors")
     assert found["a"].tolist() == [[1, 1], [1, 1], [0, 0]]
     assert found["d"].tolist() == [7]
 
 
-def test_aborted_writer_leaves_no_open_file(tmp_path):
-    writer = ShardWriter(tmp_path)
-    writer.add("a", torch.ones(2))
-    writer.abort()
-    assert list(tmp_path.iterdir()) == []
+def test_shards_refuse_to_lack_entries_and_to_be_none(tmp_path):
+    writer = planned(tmp_path, {"a": torch.ones(2)})
+    writer.write("a", torch.ones(1))
+    with pytest.raises(ValueError, match="a: 4 announced bytes were not written"):
+        writer.finish()
+    writer.close()
+    with pytest.raises(ValueError, match="no tensor for model"):
+        ShardWriter(tmp_path, {})
+    with pytest.raises(ValueError, match="must be >= 1"):
+        planned(tmp_path, {"a": torch.ones(2)}, max_shard_bytes=0)
 
 
 def test_folder_appears_whole_or_not_at_all(tmp_path):

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from soupkit.checkpoint import open_checkpoint
 from soupkit.cli import app
-from soupkit.cli.console import parse_bytes, parse_weights, size_of
+from soupkit.cli.console import parse_bytes, parse_weights, show_progress, size_of
 from soupkit.export import export_variant
 from soupkit.version import __version__
 
@@ -147,6 +147,70 @@ def test_budgets_that_cannot_be_are_refused(base_folder, finetuned_folder, tmp_p
     assert "no number of bytes" in complaint(*auto, "many")
     assert "--encoding auto" in complaint(*models, "--budget-bytes", "1MB")
     assert not (tmp_path / "f").exists()
+
+
+def test_a_budget_too_small_for_one_keeps_no_other_out(base_folder, make_finetune, tmp_path):
+    def edit(tensors):
+        # Not one bit of it is the base's: nothing of it is small.
+        tensors["model.embed_tokens.weight"] = torch.ones(150, 24)
+
+    large = make_finetune(tmp_path / "large", base_folder, edit=edit, config={"vocab_size": 150})
+    ordinary = make_finetune(tmp_path / "ordinary", base_folder)
+    result = run(
+        "export", base_folder, large, ordinary, tmp_path / "large", "--name", "a", "--name", "b",
+        "--name", "c", "--family", tmp_path / "f", "--encoding", "auto", "--budget-bytes", "16kB",
+    )  # fmt: skip
+    assert result.exit_code == 1
+    assert list(json.loads((tmp_path / "f" / "family.json").read_text())["variants"]) == ["b"]
+    first, *_, last = result.stderr.splitlines()
+    assert first.startswith("soupkit: a: budget_bytes=16,000: ")
+    assert last == "soupkit: 2 of 3 not exported: a, c"
+    assert result.stdout.startswith("b: ")
+
+
+def test_a_wrong_encoding_is_told_once(base_folder, finetuned_folder, tmp_path):
+    models = base_folder, finetuned_folder, base_folder, "--name", "a", "--name", "b"
+    complaint("export", *models, "--family", tmp_path / "f", "--encoding", "none")
+    assert not (tmp_path / "f").exists()
+
+
+def test_an_interrupted_large_export_says_that_it_goes_on(
+    base_folder, finetuned_folder, tmp_path, monkeypatch
+):
+    from soupkit import partial
+
+    models = "export", base_folder, finetuned_folder, "--family", tmp_path / "f", "--name", "v"
+    real = partial.VariantSpool.add
+
+    def stop(spool, one):
+        real(spool, one)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(partial, "LEAST_BYTES", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(partial.VariantSpool, "add", stop)
+        result = run(*models)
+    assert result.exit_code == 128 + signal.SIGINT
+    assert result.stderr == (
+        "soupkit: v: what is done is kept: the same command goes on from there\n"
+        "soupkit: interrupted; nothing was left half-written\n"
+    )
+    result = run(*models)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert re.search(r"; \d+% had been done before\n$", result.stdout)
+    (again,) = document(*models)
+    assert (again["replaced"], again["resumed"]) == (True, 0.0)
+
+
+def test_progress_in_bytes_shows_them_and_the_speed(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    with show_progress("exporting v", is_bytes=True) as progress:
+        for done in range(50, 101, 10):
+            progress("a.weight", done * 10**9, 10**11)
+    told = capsys.readouterr().err
+    assert "100.0/100.0 GB" in told
+    assert "/s" in told
 
 
 def test_export_checks_all_names_before_it_writes(base_folder, tmp_path):
@@ -377,7 +441,7 @@ def test_interrupt_is_one_line_and_leaves_nothing(
     def interrupt(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("soupkit.offline.merge_deltas", interrupt)
+    monkeypatch.setattr("soupkit.shards.TensorFileWriter", interrupt)
     result = run("merge", base_folder, finetuned_folder, "--out", tmp_path / "out")
     assert result.exit_code == 128 + signal.SIGINT
     assert result.stderr == "soupkit: interrupted; nothing was left half-written\n"
@@ -393,10 +457,10 @@ def test_process_that_is_told_to_end_leaves_nothing(
 import os
 import signal
 signal.signal({int(number)}, signal.SIG_DFL)
-import soupkit.offline
+import soupkit.shards
 from soupkit.cli import main
 
-soupkit.offline.merge_deltas = lambda *args: os.kill(os.getpid(), {int(number)})
+soupkit.shards.TensorFileWriter = lambda *_, **__: os.kill(os.getpid(), {int(number)})
 main()
 """
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}

@@ -156,11 +156,21 @@ def test_bad_variant_names(name: str) -> None:
         ({"encoding": "row-x5"}, "encoding 'row-x5': use row"),
         ({"encoding": None}, "encoding None: use row"),
         ({"family": ""}, "family"),
+        ({"budget_bytes": 9}, "budget_bytes=9 goes with encoding=\"auto\", not with 'row'"),
+        ({"encoding": "auto", "budget_bytes": -1}, "budget_bytes=-1"),
+        ({"encoding": "auto", "budget_bytes": 2**63}, "budget_bytes="),
+        ({"encoding": "auto", "budget_bytes": 1.5}, "budget_bytes=1.5"),
     ],
 )
 def test_export_settings_refuse(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ExportConfig(**{"family": Path("family"), "name": "coder", **change})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("budget_bytes", [None, 0, 2**63 - 1])
+def test_an_export_within_a_budget_is_a_setting(budget_bytes: int | None) -> None:
+    config = ExportConfig("family", "coder", encoding="auto", budget_bytes=budget_bytes)
+    assert config.budget_bytes == budget_bytes
 
 
 def test_importing_soupkit_loads_nothing_heavy() -> None:

@@ -437,6 +437,31 @@ def test_the_command_trains_and_tells(models, tmp_path):
     assert "line 1" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_attention_heads": 0},
+        {"vocab_size": -1},
+        {"hidden_size": "x"},
+        {"hidden_act": "no such"},
+        {"model_type": ["llama"]},
+        {"rope_parameters": 3},
+    ],
+    ids=str,
+)
+def test_a_hostile_configuration_is_one_line_with_its_folder(models, tmp_path, change):
+    shutil.copytree(models / "base", tmp_path / "bad")
+    path = tmp_path / "bad" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    for build in (open_model, lambda folder: StreamedModel(folder, lambda name: None)):
+        with pytest.raises(CheckpointError, match=r"bad: transformers cannot") as caught:
+            build(tmp_path / "bad")
+        assert "\n" not in str(caught.value)
+    path.write_text("null")
+    with pytest.raises(CheckpointError, match="bad: no usable tokenizer: TypeError"):
+        open_tokenizer(tmp_path / "bad")
+
+
 def test_an_interrupted_command_leaves_the_family(models, tmp_path):
     """A real SIGINT, in the middle of training."""
     family, state = make_family(models, tmp_path / "f"), tmp_path / "state"

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from soupkit import blocks, signs
+from soupkit import blocks, partial, signs
 from soupkit.bundle import open_family, open_variant
 from soupkit.checkpoint import open_checkpoint
 from soupkit.encoding import Encoding, decode, encode, residual_energy
@@ -523,7 +523,7 @@ def test_history_and_metrics_are_kept_and_nan_becomes_null(base_folder, tmp_path
         export(base_folder, base_folder, tmp_path / "f", metrics={"x": object()})
 
 
-def test_progress_counts_every_entry_once(base_folder, finetuned_folder, tmp_path):
+def test_progress_counts_every_byte_once(base_folder, finetuned_folder, tmp_path):
     seen = []
     export(
         base_folder,
@@ -531,7 +531,9 @@ def test_progress_counts_every_entry_once(base_folder, finetuned_folder, tmp_pat
         tmp_path / "f",
         progress=lambda name, done, total: seen.append((name, done, total)),
     )
-    assert [name for name, _, _ in seen] == sorted({name for name, _, _ in seen})
+    tensors = load_file(finetuned_folder / "model.safetensors")
+    assert sorted(name for name, _, _ in seen) == sorted(tensors)
+    assert {total for _, _, total in seen} == {sum(one.nbytes for one in tensors.values())}
     assert seen[-1][1] == seen[-1][2]
 
 
@@ -589,7 +591,13 @@ def test_folders_that_a_person_put_there_are_left_alone(base_folder, tmp_path):
 FAULT_POINTS = [
     (os, name)
     for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "pwrite", "fchmod")
-] + [(os, "copy_file_range"), (shutil, "copyfile"), (Path, "touch")]
+] + [
+    (os, "copy_file_range"),
+    (shutil, "copyfile"),
+    (Path, "touch"),
+    (os, "write"),
+    (os, "ftruncate"),
+]
 
 
 @contextlib.contextmanager
@@ -654,8 +662,10 @@ def replace_v(root: Path) -> None:
     export(root / "base", root / "ft2", root / "family", companions=root / "ft2")
 
 
-def test_full_disk_at_any_point_leaves_the_old_family_or_the_new(small):
+@pytest.mark.parametrize("least", [0, partial.LEAST_BYTES], ids=["kept", "small"])
+def test_full_disk_at_any_point_leaves_the_old_family_or_the_new(small, monkeypatch, least):
     root, old, new = small
+    monkeypatch.setattr(partial, "LEAST_BYTES", least)
     states = []
     for number in range(200):
         shutil.rmtree(root / "family", ignore_errors=True)
@@ -694,6 +704,7 @@ spec = importlib.util.spec_from_file_location("test_export", {file!r})
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 work, old, new = Path({work!r}), {old!r}, {new!r}
+module.partial.LEAST_BYTES = {least!r}
 
 def in_child(function):
     child = os.fork()
@@ -737,7 +748,8 @@ print(len(states), "points")
 """
 
 
-def test_kill_at_any_point_leaves_the_old_family_or_the_new(small):
+@pytest.mark.parametrize("least", [0, partial.LEAST_BYTES], ids=["kept", "small"])
+def test_kill_at_any_point_leaves_the_old_family_or_the_new(small, least):
     root, old, new = small
     script = KILL_SCRIPT.format(
         root=str(ROOT),
@@ -747,6 +759,7 @@ def test_kill_at_any_point_leaves_the_old_family_or_the_new(small):
         work=str(root),
         old=old,
         new=new,
+        least=least,
     )
     done = subprocess.run(
         [sys.executable, "-c", script],

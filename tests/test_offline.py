@@ -1,13 +1,16 @@
 """Promises of soupkit.offline: the merge in memory, on disk, loadable by transformers."""
 
+import errno
 import json
+import os
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from soupkit import blocks
+from soupkit import mean, merger
 from soupkit.checkpoint import open_checkpoint
 from soupkit.errors import CheckpointError, MergeError
 from soupkit.merge import MergeRule, merge_deltas
@@ -71,12 +74,22 @@ def test_transformers_loads_the_result(base_folder, fine_tunes, tmp_path):
         assert torch.isfinite(model(torch.arange(8).reshape(1, 8)).logits).all()
 
 
-@pytest.mark.parametrize("rows", [1, 7])
-def test_blocks_of_rows_change_nothing(base_folder, fine_tunes, tmp_path, monkeypatch, rows):
+@pytest.fixture
+def threads():
+    """A function that sets torch's threads, put back in the end."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("entries", [24, 100])
+def test_blocks_change_nothing(base_folder, fine_tunes, tmp_path, monkeypatch, entries):
     """TB67: a merge of any size is made of small pieces."""
     rule = MergeRule("mean", weights=(1.0, 2.0, 3.0))
     whole = merge(base_folder, fine_tunes, tmp_path / "whole", rule)
-    monkeypatch.setattr(blocks, "BLOCK_ENTRIES", rows * 24)
+    for module in (mean, merger):
+        monkeypatch.setattr(module, "BLOCK_ENTRIES", entries)
+    monkeypatch.setattr(merger, "_JOB_ENTRIES", 3 * entries + 1)
     cut = merge(base_folder, fine_tunes, tmp_path / "cut", rule)
     one, other = weights(tmp_path / "whole"), weights(tmp_path / "cut")
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -85,6 +98,124 @@ def test_blocks_of_rows_change_nothing(base_folder, fine_tunes, tmp_path, monkey
         assert after.delta_norms == pytest.approx(before.delta_norms, rel=1e-6)
         assert after.merged_norm == pytest.approx(before.merged_norm, rel=1e-6)
         assert after.cosine == pytest.approx(before.cosine, abs=1e-6)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_number_of_threads_changes_no_bit(
+    base_folder, fine_tunes, tmp_path, monkeypatch, threads, rule
+):
+    monkeypatch.setattr(mean, "BLOCK_ENTRIES", 64)
+    monkeypatch.setattr(merger, "_JOB_ENTRIES", 200)
+    reports = []
+    for count in (1, 3):
+        threads(count)
+        report = merge(base_folder, fine_tunes, tmp_path / str(count), rule)
+        assert torch.get_num_threads() == count
+        reports.append([replace(matrix, seconds=0.0) for matrix in report.matrices])
+    assert reports[0] == reports[1]
+    one, three = (tmp_path / count / "model.safetensors" for count in ("1", "3"))
+    assert one.read_bytes() == three.read_bytes()
+
+
+def test_norms_and_cosine_are_those_of_float64(tmp_path):
+    """Whatever the scale: squares beyond float32's range, or lost in it, count as well."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a.weight": (300, 1100), "b.weight": (3, 5), "c": (7,), "d": (), "same": (4, 4)}
+    sizes = {"a.weight": 1e-3, "b.weight": 1e30, "c": 1e-30, "d": 1.0, "same": 0.0}
+    models = []
+    for folder in ("base", "one", "two"):
+        size = {name: 0.0 if folder == "base" else one for name, one in sizes.items()}
+        # A constant part of the delta: naive float32 sums of it drift.
+        tensors = {
+            name: size[name] * (torch.randn(shape, generator=generator) + 1.0)
+            for name, shape in shapes.items()
+        }
+        (tmp_path / folder).mkdir()
+        save_file(tensors, tmp_path / folder / "model.safetensors")
+        models.append({name: one.double() for name, one in tensors.items()})
+    rule = MergeRule("mean", weights=(2.0, 1.0))
+    report = merge(tmp_path / "base", [tmp_path / "one", tmp_path / "two"], tmp_path / "out", rule)
+    base, *ours = models
+    for matrix in report.matrices:
+        deltas = [one[matrix.name] - base[matrix.name] for one in ours]
+        norms = [float(delta.norm()) for delta in deltas]
+        merged = (2 * deltas[0] + deltas[1]) / 3
+        cosine = float((deltas[0] * deltas[1]).sum()) / (norms[0] * norms[1]) if norms[0] else 0.0
+        assert matrix.delta_norms == pytest.approx(norms, rel=1e-6)
+        assert matrix.merged_norm == pytest.approx(float(merged.norm()), rel=1e-6)
+        assert matrix.cosine == pytest.approx(cosine, abs=1e-6)
+        assert matrix.shape == shapes[matrix.name]
+    assert len(report.matrices) == len(shapes)
+
+
+def test_default_dtype_of_the_caller_is_not_the_means(base_folder, fine_tunes, tmp_path):
+    merge(base_folder, fine_tunes, tmp_path / "one", MergeRule("mean"))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        merge(base_folder, fine_tunes, tmp_path / "two", MergeRule("mean"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_full_disk_is_told_with_the_folder_and_leaves_nothing(
+    base_folder, fine_tunes, tmp_path, monkeypatch, threads, count
+):
+    threads(count)
+
+    def refuse(descriptor, data, offset):
+        if offset > 9000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data, offset)
+
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with pytest.raises(OSError, match="No space left") as caught:
+        merge(base_folder, fine_tunes, tmp_path / "out", MergeRule("mean"))
+    assert caught.value.filename == str(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_interrupt_stops_at_once_and_leaves_nothing(
+    base_folder, fine_tunes, tmp_path, monkeypatch, threads, count
+):
+    threads(count)
+    monkeypatch.setattr(merger, "_JOB_ENTRIES", 10)
+    seen = []
+
+    def interrupt(name, done, total):
+        seen.append(done)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        merge(base_folder, fine_tunes, tmp_path / "out", MergeRule("mean"), progress=interrupt)
+    assert len(seen) == 1
+    assert list(tmp_path.iterdir()) == []
+    assert torch.get_num_threads() == count
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_memory_bounds_how_many_matrices_are_in_work(
+    base_folder, fine_tunes, tmp_path, monkeypatch, threads, count
+):
+    threads(count)
+    at_work, most = [], []
+    original = merger.merge_deltas
+
+    def watched(name, deltas, rule):
+        at_work.append(name)
+        most.append(len(at_work))
+        found = original(name, deltas, rule)
+        at_work.remove(name)
+        return found
+
+    monkeypatch.setattr(merger, "merge_deltas", watched)
+    monkeypatch.setattr(merger, "_MOST_BYTES", 1)
+    merge(base_folder, fine_tunes, tmp_path / "out", MergeRule("svd_mean", rank=3))
+    assert max(most) == 1
 
 
 def test_dtype_of_the_result_is_the_bases_or_the_one_asked_for(make_llama, make_finetune, tmp_path):
@@ -229,4 +360,6 @@ def test_report_on_disk_tells_the_rule_and_every_matrix(base_folder, fine_tunes,
     assert document["rule"]["weights"] == [0.25, 0.25, 0.5]
     assert {matrix["name"] for matrix in document["matrices"]} == set(weights(base_folder))
     assert all(len(matrix["delta_norms"]) == 3 for matrix in document["matrices"])
-    assert seen[-1][0] == seen[-1][1]
+    nbytes = sum(one.nbytes for folder in fine_tunes for one in weights(folder).values())
+    assert seen[-1] == (nbytes, nbytes)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)

@@ -12,7 +12,8 @@ from delta_kit import dense
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from soupkit import blocks
+from soupkit import restore as restore_module
+from soupkit import signs
 from soupkit.bundle import open_family, open_variant
 from soupkit.checkpoint import open_checkpoint
 from soupkit.errors import BundleError, CheckpointError, MergeError
@@ -92,7 +93,9 @@ def test_logits_are_those_of_the_definition(
 )  # fmt: skip
 def test_every_encoding_of_every_layout_is_its_sum(tmp_path, monkeypatch, encoding, dtype):
     """W_base + delta in float64 from the stored parts, whatever the blocks."""
-    monkeypatch.setattr(blocks, "BLOCK_ENTRIES", 40)
+    monkeypatch.setattr(signs, "_BLOCK_ENTRIES", 40)
+    monkeypatch.setattr(restore_module, "BLOCK_ENTRIES", 40)
+    monkeypatch.setattr(restore_module, "_JOB_ENTRIES", 100)
     shapes = {
         "a.weight": (13, 21),
         "conv.weight": (5, 3, 2, 2),
@@ -134,6 +137,41 @@ def test_every_encoding_of_every_layout_is_its_sum(tmp_path, monkeypatch, encodi
         share = np.square(lost).sum() / np.square(change).sum()
         assert entry.residual_energy == pytest.approx(share, rel=1e-4, abs=1e-5)
     assert variant.manifest.entries()["a.weight"].kind == "delta"
+
+
+@pytest.mark.parametrize("encoding", ["row", "lowrank-3+rank1-x2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_number_of_threads_changes_no_bit(
+    base_folder, finetuned_folder, tmp_path, monkeypatch, encoding, dtype
+):
+    monkeypatch.setattr(restore_module, "_JOB_ENTRIES", 150)
+    export(base_folder, finetuned_folder, tmp_path / "f", encoding=encoding)
+    threads = torch.get_num_threads()
+    losses = []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            report = restore(tmp_path / "f", "v", out=tmp_path / str(count), dtype=dtype)
+            losses.append(report.rounding_loss)
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(threads)
+    assert losses[0] == losses[1]
+    one, three = (tmp_path / count / "model.safetensors" for count in ("1", "3"))
+    assert one.read_bytes() == three.read_bytes()
+
+
+def test_progress_is_in_bytes_written(base_folder, finetuned_folder, tmp_path):
+    export(base_folder, finetuned_folder, tmp_path / "f")
+    seen = []
+    restore(
+        tmp_path / "f", "v", out=tmp_path / "dense", dtype=torch.bfloat16,
+        progress=lambda name, done, total: seen.append((done, total)),
+    )  # fmt: skip
+    weights = load_file(tmp_path / "dense" / "model.safetensors")
+    nbytes = sum(one.nbytes for one in weights.values())
+    assert seen[-1] == (nbytes, nbytes)
+    assert seen == sorted(seen)
 
 
 def test_unchanged_model_comes_back_bit_for_bit(base_folder, tmp_path):

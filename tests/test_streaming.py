@@ -55,8 +55,9 @@ def test_a_number_that_is_not_finite_is_found_wherever_it_is(tmp_path: Path, pla
     slot = Slot(TensorSpec(torch.float32, tuple(values.shape)), 8, 8 + 4 * values.numel())
     buffer = torch.zeros(4 * values.numel(), dtype=torch.uint8)
     with path.open("rb") as file:
-        sha, finite = read_checked(file.fileno(), buffer, slot)
-        assert read_checked(file.fileno(), buffer, slot, check=False) == ("", False)
+        sha, finite = read_checked(file.fileno(), slot, buffer)
+        assert read_checked(file.fileno(), slot, buffer, check=False) == ("", False)
+        assert read_checked(file.fileno(), slot) == (sha, finite)
     assert not finite
     assert sha == hashlib.sha256(path.read_bytes()[8:]).hexdigest()
     assert torch.equal(buffer, as_bytes(values))
@@ -78,5 +79,5 @@ def test_no_thread_is_started_and_no_byte_is_read_twice(
     path.write_bytes(bytes(size))
     with path.open("rb") as file:
         slot = Slot(TensorSpec(torch.uint8, (size,)), 0, size)
-        read_checked(file.fileno(), torch.empty(size, dtype=torch.uint8), slot)
+        read_checked(file.fileno(), slot, torch.empty(size, dtype=torch.uint8))
     assert read == [(i * PIECE_BYTES, min(PIECE_BYTES, size - i * PIECE_BYTES)) for i in range(4)]

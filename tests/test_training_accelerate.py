@@ -18,6 +18,7 @@ from soup_runs import (
 from soupkit import ExportConfig, SoupConfig
 from soupkit.bundle import open_variant
 from soupkit.errors import TrainingError
+from soupkit.training.finish import finish_run
 from soupkit.verify import verify_family
 
 CONFIG = SoupConfig(merge_every_n_steps=2, rank=3)
@@ -64,6 +65,24 @@ def test_a_loop_that_is_loaded_goes_on_bit_for_bit(base, tmp_path):
     family = tmp_path / "family"
     report = second.soup.finish(export=ExportConfig(family=family, name="loop"))
     assert report.name == "loop"
+    assert verify_family(family) == []
+
+
+def test_a_run_ends_as_the_best_variant_that_a_budget_buys(base, tmp_path):
+    loop = AccelerateLoop(base, tmp_path, CONFIG)
+    loop.train(4)
+    family = tmp_path / "family"
+    small = ExportConfig(family=family, name="best", encoding="auto", budget_bytes=100)
+    step = loop.soup.num_steps
+    with pytest.raises(ValueError, match=r"budget_bytes=100: .*at least budget_bytes=\d+"):
+        finish_run(loop.soup._run, small, step=step, save_companions=lambda _: None)
+    assert not (family / "variants" / "best").exists()
+    report = loop.soup.finish(ExportConfig(family=family, name="best", encoding="auto"))
+    manifest = open_variant(report.path).manifest
+    assert report.bytes["weights"] <= manifest.budget["budget_bytes"]
+    assert manifest.budget["budget_bytes"] == manifest.budget["row"]["bytes"]
+    assert [event["step"] for event in manifest.history] == [4]
+    assert manifest.metrics["step"] == 4
     assert verify_family(family) == []
 
 

@@ -33,6 +33,8 @@ from sharded_runs import (
 )
 from soup_runs import reference_merge, saved_base
 
+from soupkit.budget import export_within
+from soupkit.bundle import open_family, open_variant
 from soupkit.checkpoint import open_checkpoint
 from soupkit.errors import TrainingError
 from soupkit.restore import restore
@@ -321,6 +323,34 @@ def test_no_rank_ever_gathers_more_than_a_few_matrices(quick, name):
 def test_a_run_is_exported_as_it_ends(quick, name, tmp_path):
     """TB75: whole weights and adapters; no file has an empty tensor in place of a sharded one."""
     assert_exported(quick.of(name)[0], quick.folder / name.replace("/", " "), tmp_path / "dense")
+
+
+class Held:
+    """Whole weights as a TensorSource."""
+
+    def __init__(self, weights: dict) -> None:
+        self._weights, self.names = weights, tuple(sorted(weights))
+
+    def shape(self, name):
+        return tuple(self._weights[name].shape)
+
+    def dtype(self, name):
+        return self._weights[name].dtype
+
+    def tensor(self, name):
+        return self._weights[name]
+
+
+@pytest.mark.parametrize("name", [name for name in QUICK if "lora" not in name])
+def test_auto_reads_a_run_twice_and_is_what_one_process_exports(quick, name, tmp_path):
+    record, folder = quick.of(name)[0], quick.folder / name.replace("/", " ")
+    base, end = open_checkpoint(folder / "soup" / "base"), whole_weights(record["end"])
+    held = Held({one: end[one] for one in base.names})
+    alone = export_within(base, held, family=tmp_path / "family", name="auto")
+    family = open_family(folder / "family")
+    assert family.variants["auto"].digest == alone.export.digest
+    manifest = open_variant(family.folder("auto")).manifest
+    assert manifest.budget == alone.plan.to_json()
 
 
 @pytest.mark.parametrize("name", QUICK)

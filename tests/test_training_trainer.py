@@ -261,6 +261,17 @@ def test_the_run_is_exported_and_the_family_is_sound(base, tmp_path):
     assert not (tmp_path / "run" / "soup" / "base").exists()
 
 
+def test_the_run_is_exported_within_a_budget(base, tmp_path):
+    export = ExportConfig(tmp_path / "family", "coder", encoding="auto", budget_bytes=10**9)
+    make_trainer(base, tmp_path / "run", [SoupCallback(EVERY_2, export=export)]).train()
+    manifest = open_variant(tmp_path / "family" / "variants" / "coder").manifest
+    # Everything fits, so that everything is whole.
+    assert {entry.kind for entry in manifest.tensors} <= {"raw", "same", "tied"}
+    assert manifest.budget["budget_bytes"] == 10**9
+    assert [merge["step"] for merge in manifest.history] == [4, 6, 8]
+    assert verify_family(tmp_path / "family") == []
+
+
 @pytest.mark.parametrize(("rate", "exported"), [(1e-2, "live weights"), (1.0, "side soup")])
 def test_a_side_soup_is_exported_only_if_it_beats_the_end_of_the_run(
     base, tmp_path, capfd, rate, exported

@@ -118,7 +118,7 @@ class Delta:
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The sum itself, [N, K], computed in `dtype`; differentiable by scales and factors."""
         device = self.parts[0].device if self.parts else None
-        total = torch.zeros(self.out_features, self.in_features, dtype=dtype, device=device)
+        total: Tensor | None = None
         for plane in range(self.planes):
             assert self.packed is not None
             assert self.scale is not None
@@ -127,9 +127,12 @@ class Delta:
             )
             if self.column_scale is not None:
                 term = term * self.column_scale[plane].to(dtype)
-            total = total + term
+            total = term if total is None else total + term
         if self.up is not None and self.down is not None:
-            total = total + self.up.to(dtype) @ self.down.to(dtype)
+            low = self.up.to(dtype) @ self.down.to(dtype)
+            total = low if total is None else total + low
+        if total is None:
+            return torch.zeros(self.out_features, self.in_features, dtype=dtype, device=device)
         return total
 
 

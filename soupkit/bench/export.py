@@ -1,87 +1,77 @@
-"""Export of a fine-tune to one bit against copying the bytes that it reads: wall time."""
+"""Export, restore and verify of a fine-tune against a copy of the bytes that they read."""
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
-import time
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-
-from soupkit.bench.rows import Row, compare
-from soupkit.checkpoint import open_checkpoint
-from soupkit.export import export_variant
-from soupkit.restore import restore
+from soupkit.bench import processes
+from soupkit.bench.offline import Case, Place, Progress, against_cp, cases, place, silent
+from soupkit.bench.processes import Way, alternate, soupkit
+from soupkit.bench.rows import Row
 
 GOAL = 2.0  # of `cp`
-LAYERS = {True: 4, False: 30}  # quick or not
-HIDDEN = 576
 
 
-def run(*, quick: bool) -> list[Row]:
-    """Rows for export and restore of a made-up bfloat16 model of SmolLM2's shapes."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        base, finetuned = (
-            _write_model(folder / name, seed, layers=LAYERS[quick])
-            for seed, name in enumerate(("base", "finetuned"))
+def run(*, quick: bool, large: bool = False, progress: Progress = silent) -> list[Row]:
+    """Rows of each tool for each size of model; large: of 8 GB, once, for the memory.
+
+    Raises:
+        OSError: the disk is too small. SoupkitError: a command failed.
+    """
+    found = []
+    for case in cases(quick=quick, large=large):
+        progress(f"making models of {case.label}", 0, 1)
+        with place(case, num_models=2) as at:
+            found += _rows(case, at, progress)
+    return found
+
+
+def _rows(case: Case, at: Place, progress: Progress) -> list[Row]:
+    family, tiny_family, out = at.folder / "family", at.folder / "tiny-family", at.folder / "out"
+    for where, models in ((family, at.models), (tiny_family, at.tiny)):
+        # From here on the fingerprints of both bases are remembered.
+        processes.run(Way(_export(where, *models)), at.environment)
+    again = _export(out, *at.models)
+    ways = {
+        "cp of base and fine-tune": at.copy(*at.models),
+        "export": Way(again, out),
+        # The cache of fingerprints is gone, and filled again.
+        "export from a new base": Way(again, out, (at.cache,)),
+        "export, start-up": Way(_export(out, *at.tiny), out),
+        "cp of base and variant": at.copy(at.models[0], family),
+        "restore": Way(_restore(family, out), out),
+        "restore, start-up": Way(_restore(tiny_family, out), out),
+        "verify": Way(soupkit("verify", family)),
+        "verify, start-up": Way(soupkit("verify", tiny_family)),
+    }
+    spent = alternate(
+        ways,
+        environment=at.environment,
+        repeats=case.repeats,
+        warms_up=case.warms_up,
+        progress=progress,
+    )
+    found = []
+    for tool, start, read, goal in (
+        ("export", "export", "fine-tune", GOAL),
+        ("export from a new base", "export", "fine-tune", GOAL),
+        ("restore", "restore", "variant", None),
+        ("verify", "verify", "variant", None),
+    ):
+        found += against_cp(
+            tool,
+            spent[tool],
+            spent[f"{start}, start-up"],
+            spent[f"cp of base and {read}"],
+            goal=goal,
+            case=case,
         )
-        family = folder / "family"
-
-        def copy_both() -> None:
-            for source in (base, finetuned):
-                shutil.copyfile(source / "model.safetensors", folder / "copy")
-
-        def export() -> None:
-            export_variant(
-                open_checkpoint(base), open_checkpoint(finetuned), family=family, name="ft"
-            )
-
-        def restored() -> None:
-            shutil.rmtree(folder / "dense", ignore_errors=True)
-            restore(family, "ft", out=folder / "dense")
-
-        size = 2 * (base / "model.safetensors").stat().st_size
-        repeats = 3 if quick else 7
-        return [
-            compare(
-                f"export, {size / 1e6:.0f} MB read",
-                export,
-                copy_both,
-                against="cp",
-                repeats=repeats,
-                clock=time.perf_counter,
-                goal=GOAL,
-            ),
-            compare(
-                f"restore, {size / 2e6:.0f} MB written",
-                restored,
-                lambda: shutil.copyfile(base / "model.safetensors", folder / "copy"),
-                against="cp",
-                repeats=repeats,
-                clock=time.perf_counter,
-            ),
-        ]
+    return found
 
 
-def _write_model(folder: Path, seed: int, *, layers: int) -> Path:
-    """A folder that open_checkpoint takes; the fine-tune differs in every linear."""
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.Generator().manual_seed(seed)
-    tensors = {"model.embed_tokens.weight": torch.randn(49152, HIDDEN, generator=generator)}
-    kv, wide = HIDDEN // 3, HIDDEN * 8 // 3
-    shapes = {"q": (HIDDEN, HIDDEN), "k": (kv, HIDDEN), "v": (kv, HIDDEN), "o": (HIDDEN, HIDDEN)}
-    shapes |= {"gate": (wide, HIDDEN), "up": (wide, HIDDEN), "down": (HIDDEN, wide)}
-    for layer in range(layers):
-        for name, shape in shapes.items():
-            weight = torch.randn(shape, generator=generator)
-            moved = 1e-2 * seed * torch.randn(shape, generator=noise)
-            tensors[f"model.layers.{layer}.{name}_proj.weight"] = weight + moved
-    halves = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
-    save_file(halves, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
-    return folder
+def _export(family: Path, base: Path, finetuned: Path) -> tuple[str, ...]:
+    return soupkit("export", base, finetuned, "--family", family, "--name", "ft")
+
+
+def _restore(family: Path, out: Path) -> tuple[str, ...]:
+    return soupkit("restore", family, "ft", "--dtype", "bfloat16", "--out", out)

@@ -1,4 +1,5 @@
-"""Truncated SVDs and svd_mean at rank 64: CPU time of one thread, energy kept, memory.
+"""Truncated SVDs and svd_mean at rank 64: CPU time of one thread, energy kept, memory. Then merges
+in training (soupkit.bench.strategies), and plain means of folders (soupkit.bench.offline_merge).
 
 Matrices have a decaying spectrum (what fine-tuning gives) or a flat one (the worst case). A warm
 start is the basis of the same matrix before a drift, white noise of a share of its norm. Baselines
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from soupkit.bench import strategies
+from soupkit.bench import offline_merge, strategies
+from soupkit.bench.offline import Progress, silent
 from soupkit.bench.rows import Row, compare
 from soupkit.merge import MergeRule, merge_deltas, merge_with_cuts
 from soupkit.svd import TruncatedSVD, truncated_svd
@@ -29,8 +31,27 @@ ENERGY_GOAL = 0.9999
 MEMORY_GOAL = 4.0
 
 
-def run(*, quick: bool) -> list[Row]:
-    """Rows for each shape and spectrum, then what a merge costs a run under each strategy."""
+def run(
+    *,
+    quick: bool,
+    large: bool = False,
+    program: str | None = None,
+    progress: Progress = silent,
+) -> list[Row]:
+    """Rows for each shape and spectrum, then what a merge costs a run under each strategy, then
+    folders; of large models, of 8 GB, folders only.
+
+    Args:
+        program: of mergekit; see soupkit.bench.mergekit.
+    """
+    within = [] if large else _training(quick=quick)
+    return [
+        *within,
+        *offline_merge.rows(quick=quick, large=large, program=program, progress=progress),
+    ]
+
+
+def _training(*, quick: bool) -> list[Row]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -13,7 +13,16 @@ from enum import Enum
 from typing import Any, ParamSpec
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Column, Table
 
 from soupkit.errors import SoupkitError
@@ -133,6 +142,7 @@ def export_document(report: Any) -> dict[str, Any]:
         "replaced": report.replaced,
         "bytes": report.bytes,
         "model_bf16_bytes": report.model_bf16_bytes,
+        "resumed": report.resumed,
     }
 
 
@@ -172,13 +182,22 @@ def print_budget(document: dict[str, Any]) -> None:
 
 
 @contextmanager
-def show_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a callback (what, done, total) that draws a bar on stderr if that is a terminal."""
+def show_progress(
+    title: str, *, is_bytes: bool = False
+) -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a callback (what, done, total) that draws a bar on stderr if that is a terminal.
+
+    Args:
+        is_bytes: done and total are bytes: both are shown, and the speed.
+    """
     console = Console(stderr=True)
+    amount: list[ProgressColumn] = [TaskProgressColumn()]
+    if is_bytes:
+        amount += [DownloadColumn(), TransferSpeedColumn()]
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TaskProgressColumn(),
+        *amount,
         TimeRemainingColumn(),
         TextColumn("{task.fields[what]}"),
     )
@@ -186,8 +205,14 @@ def show_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as progress:
         task = progress.add_task(title, total=None, what="")
+        is_first = True
 
         def report(what: str, done: int, total: int) -> None:
+            nonlocal is_first
+            if is_first:
+                # What was done before counts neither for the speed nor for the time that is left.
+                progress.reset(task, completed=done, total=total, what=what)
+                is_first = False
             progress.update(task, completed=done, total=total, what=what)
 
         yield report

@@ -1,5 +1,7 @@
 """Commands on a family on disk: export, restore, inspect, verify, remove."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +21,7 @@ from soupkit.cli.console import (
 )
 from soupkit.config import check_variant_name
 from soupkit.errors import CheckpointError, MergeError
-from soupkit.forms import AUTO
+from soupkit.forms import AUTO, parse_encoding
 
 if TYPE_CHECKING:
     from soupkit.checkpoint import Checkpoint
@@ -57,7 +59,8 @@ def export(
 ) -> None:
     """Add fine-tunes to a family as variants of its base, one bit a weight unless told otherwise.
 
-    Of several, one that fails does not keep the others out: exit code 1, and its reason is told.
+    Of several, one that fails does not keep the others out: exit code 1, and its reason is told. A
+    large one that was interrupted goes on with the same command.
 
     Example: soupkit export base coder-ft --family family --name coder --encoding lowrank-16+row
 
@@ -68,6 +71,8 @@ def export(
     budget = parse_bytes(budget_bytes)
     if budget is not None and encoding != AUTO:
         raise ValueError(f"--budget-bytes goes with --encoding {AUTO}, not with {encoding}")
+    if encoding != AUTO:
+        parse_encoding(encoding)
     opened = [open_checkpoint(one) for one in finetuned]
     names = name or [one.path.name for one in opened]
     if len(names) != len(opened) or len(set(names)) != len(names):
@@ -79,7 +84,10 @@ def export(
     try:
         for checkpoint, one in zip(opened, names, strict=True):
             try:
-                with show_progress(f"exporting {one}") as progress:
+                with (
+                    _telling_what_is_kept(family, one),
+                    show_progress(f"exporting {one}", is_bytes=True) as progress,
+                ):
                     report, budgeted = _export(
                         root,
                         checkpoint,
@@ -89,9 +97,10 @@ def export(
                         budget_bytes=budget,
                         progress=progress,
                     )
-            except (CheckpointError, MergeError) as error:
-                # The fine-tune's fault. A fault of the family or the disk would meet the next, too.
-                error_line(error)
+            except (CheckpointError, MergeError, ValueError) as error:
+                # The fine-tune's fault, or a budget too small for it. A fault of the family or the
+                # disk would meet the next, too.
+                error_line(f"{one}: {error}" if isinstance(error, ValueError) else error)
                 told.append({"name": one, "error": str(error)})
                 continue
             told.append(export_document(report) | ({"budget": budgeted} if budgeted else {}))
@@ -102,8 +111,24 @@ def export(
     finally:
         if as_json:
             print_json(told)
-    if any("error" in one for one in told):
+    failed = [one["name"] for one in told if "error" in one]
+    if failed and len(opened) > 1:
+        error_line(f"{len(failed)} of {len(opened)} not exported: {', '.join(failed)}")
+    if failed:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _telling_what_is_kept(family: Path, name: str) -> Iterator[None]:
+    """Tell on the way out of an interruption, or of a full disk, if another try will go on."""
+    from soupkit.family_write import has_partial
+
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, OSError):
+        if has_partial(family, name):
+            error_line(f"{name}: what is done is kept: the same command goes on from there")
+        raise
 
 
 def _export(
@@ -161,7 +186,7 @@ def import_bitdelta(
 
     name = name or file.stem
     check_variant_name(name)
-    with show_progress(f"importing {name}") as progress:
+    with show_progress(f"importing {name}", is_bytes=True) as progress:
         report = run(
             open_checkpoint(base),
             file,
@@ -191,7 +216,7 @@ def restore(
     """
     from soupkit.restore import restore as run
 
-    with show_progress(f"restoring {name}") as progress:
+    with show_progress(f"restoring {name}", is_bytes=True) as progress:
         report = run(
             family, name, out=out, base=base, dtype=torch_dtype(dtype.value), progress=progress
         )
@@ -238,7 +263,7 @@ def verify(
     """
     from soupkit.verify import verify_family
 
-    with show_progress("verifying") as progress:
+    with show_progress("verifying", is_bytes=True) as progress:
         faults = verify_family(family, base=base, progress=progress)
     if as_json:
         print_json({"ok": not faults, "faults": faults})

@@ -74,7 +74,7 @@ def merge(
         if checkpoints or any(one is not None for one in given):
             raise typer.BadParameter("--config says what is merged and how: leave the rest out")
         plan = read_merge_config(config)
-    with show_progress("merging") as progress:
+    with show_progress("merging", is_bytes=True) as progress:
         report = merge_checkpoints(
             open_checkpoint(plan.base),
             [open_checkpoint(one) for one in plan.checkpoints],

@@ -2,12 +2,15 @@
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from soupkit.cli.app import BaseOption, FamilyPath, Json, command
 from soupkit.cli.console import Dtype, leave_signals, parse_bytes, print_json, show_progress
+
+if TYPE_CHECKING:
+    from soupkit.bench.rows import Row
 
 
 class Bench(str, Enum):
@@ -86,14 +89,22 @@ def bench(
         bool,
         typer.Option("--check", help="With `kernel`, on a GPU: results, races, times, tuning."),
     ] = False,
+    large: Annotated[
+        bool, typer.Option("--large", help="With `export` and `merge`: models of 8 GB.")
+    ] = False,
+    mergekit: Annotated[
+        str | None,
+        typer.Option(
+            help="With `merge`: mergekit-yaml of another venv, to merge the same folders.",
+            envvar="SOUPKIT_MERGEKIT",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure a hot path against a baseline of the same run.
 
     Example: soupkit bench kernel --quick
     """
-    import importlib
-
     from soupkit.bench.rows import document, show
 
     if (family is None) == (what in (Bench.serve, Bench.load)):
@@ -103,16 +114,31 @@ def bench(
             raise ValueError("give --check to `bench kernel`, and without --quick")
         _check_kernel(as_json=as_json)
         return
-    module = importlib.import_module(f"soupkit.bench.{what.value}")
-    given = {} if family is None else {"family": family}
-    rows = module.run(quick=quick, **given)
-    model = module.model(quick=quick) if what is Bench.kernel else []
+    if large and (quick or what not in (Bench.export, Bench.merge)):
+        raise ValueError("give --large to `bench export` or `bench merge`, and without --quick")
+    rows, model = _measure(what, family, quick=quick, large=large, mergekit=mergekit)
     if as_json:
         print_json(document(what.value, rows, model))
         return
     show(what.value, rows)
     if model:
         show(what.value, model, title="A model, not a measurement: there is no GPU here")
+
+
+def _measure(
+    what: Bench, family: Path | None, *, quick: bool, large: bool, mergekit: str | None
+) -> "tuple[list[Row], list[Row]]":
+    """Rows that were measured, and rows of a model."""
+    import importlib
+
+    module = importlib.import_module(f"soupkit.bench.{what.value}")
+    if what is Bench.kernel:
+        return module.run(quick=quick), module.model(quick=quick)
+    if what is Bench.serve:
+        return module.run(quick=quick, family=family), []
+    given: dict[str, Any] = {"program": mergekit} if what is Bench.merge else {}
+    with show_progress("measuring") as progress:
+        return module.run(quick=quick, large=large, progress=progress, **given), []
 
 
 def _check_kernel(*, as_json: bool) -> None:

@@ -22,6 +22,7 @@ from soupkit.delta import canonical_name
 from soupkit.distill.batches import Batch, check_tokens
 from soupkit.encoding import decode
 from soupkit.errors import CheckpointError
+from soupkit.files import refusing_in_one_line
 from soupkit_kernels import Delta
 
 Weights = Callable[[str], Tensor]
@@ -36,17 +37,14 @@ class StreamedModel:
         Raises:
             CheckpointError: transformers does not know its configuration.
         """
-        try:
+        with refusing_in_one_line(f"{folder}: transformers cannot build it"), _without_weights():
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            with _without_weights():
-                self.model: nn.Module = AutoModelForCausalLM.from_config(
-                    config,
-                    dtype=torch.float32,
-                    attn_implementation="sdpa",
-                    trust_remote_code=False,
-                ).eval()
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{folder}: transformers cannot build it: {error}") from error
+            self.model: nn.Module = AutoModelForCausalLM.from_config(
+                config,
+                dtype=torch.float32,
+                attn_implementation="sdpa",
+                trust_remote_code=False,
+            ).eval()
         self._folder, self._weights = folder, weights
         for prefix, module in self.model.named_modules():
             if any(True for _ in module.parameters(recurse=False)):

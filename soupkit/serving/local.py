@@ -40,13 +40,17 @@ def running(
         with path.open("wb") as sink:
             server = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
         try:
-            yield _wait_until_ready(server, path, timeout_seconds)
+            yield wait_until_ready(server, path, timeout_seconds)
         finally:
             _stop(server)
 
 
-def _wait_until_ready(server: subprocess.Popen[bytes], log: Path, timeout_seconds: float) -> str:
-    """The address that the log names, once it does."""
+def wait_until_ready(server: subprocess.Popen[bytes], log: Path, timeout_seconds: float) -> str:
+    """The address that the log names, once it does.
+
+    Raises:
+        ServingError: the server stopped or did not say so in time; the end of its log is quoted.
+    """
     deadline = time.monotonic() + timeout_seconds
     while True:
         stopped = server.poll() is not None

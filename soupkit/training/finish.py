@@ -12,12 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from soupkit.budget import export_within
 from soupkit.checkpoint import Checkpoint, checkpoint_fingerprint
 from soupkit.config import ExportConfig
 from soupkit.delta import TensorSource
 from soupkit.errors import TrainingError
 from soupkit.export import ExportReport, export_variant
 from soupkit.family import open_family
+from soupkit.forms import AUTO
 from soupkit.tracking import say
 from soupkit.training.base import check_fingerprint, open_base, save_configs
 from soupkit.training.checkpoint_tensors import checkpoint_model, checkpoint_tensors
@@ -106,16 +108,18 @@ def _export(
         with tempfile.TemporaryDirectory(prefix="soupkit-") as companions:
             save_configs(checkpoint_model(run.store.model), Path(companions))
             save_companions(Path(companions))
-            report = export_variant(
-                base,
-                tensors,
-                family=export.family,
-                name=export.name,
-                encoding=export.encoding,
-                companions=Path(companions),
-                history=run.state.history,
-                metrics={"step": step, "weights": final.name, **_score_of(run)},
-            )
+            options: dict[str, Any] = {
+                "family": export.family,
+                "name": export.name,
+                "companions": Path(companions),
+                "history": run.state.history,
+                "metrics": {"step": step, "weights": final.name, **_score_of(run)},
+            }
+            if export.encoding == AUTO:
+                within = export_within(base, tensors, budget_bytes=export.budget_bytes, **options)
+                report = within.export
+            else:
+                report = export_variant(base, tensors, encoding=export.encoding, **options)
         say(f"exported to {export.family}: {report.line()}")
         return report
 
