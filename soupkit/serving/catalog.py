@@ -13,7 +13,6 @@ from pathlib import Path
 from soupkit.bundle import (
     Family,
     LoadedVariant,
-    Variant,
     VariantRef,
     open_family,
     open_variant,
@@ -94,20 +93,14 @@ class Catalog:
             )
         return loaded
 
-    def total_bytes(self) -> int:
-        """Bytes of all variants that can be opened."""
-        return sum(variant.nbytes for variant in self._opened().values())
-
     def manifests(self) -> dict[str, Manifest]:
-        """What the variants hold, by name, of those that can be opened."""
-        return {name: variant.manifest for name, variant in self._opened().items()}
-
-    def _opened(self) -> dict[str, Variant]:
-        """Headers only are read. Those that cannot be opened are refused when they are loaded."""
+        """What the variants hold, by name. Headers only are read; those that cannot be opened are
+        left out, and refused when they are loaded.
+        """
         found = {}
         for name in self.family.variants:
             try:
-                found[name] = open_variant(self.family.folder(name))
+                found[name] = open_variant(self.family.folder(name)).manifest
             except BundleError as error:
                 logger.warning("variant %r cannot be opened: %s", name, error)
         return found

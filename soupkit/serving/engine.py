@@ -46,6 +46,12 @@ PAGE_TOKENS = 16
 NOT_FINITE = "the model's numbers overflowed; this variant or its dtype cannot answer this prompt"
 
 
+def bank_of(model: Any) -> VariantBank:
+    """A bank for the variants of a causal LM."""
+    words = model.config.get_text_config().vocab_size
+    return VariantBank(model, vocab_size=words, head=model.get_output_embeddings())
+
+
 class Engine(EngineSlots):
     """One model, its variant slots and the thread that generates.
 
@@ -54,11 +60,14 @@ class Engine(EngineSlots):
     deliverer must not block.
     """
 
-    def __init__(self, model: Any, *, max_running: int, plan: KVPlan) -> None:
+    def __init__(
+        self, model: Any, *, max_running: int, plan: KVPlan, bank: VariantBank | None = None
+    ) -> None:
         """Nothing runs before `start`.
 
         Args:
             model: a causal LM in eval mode on its device; it is the engine's until `close`.
+            bank: the model's, if there is one already; see `bank_of`.
             max_running: sequences in one batch.
             plan: how many tokens the key-value cache and one batch hold.
         """
@@ -68,7 +77,6 @@ class Engine(EngineSlots):
         positions = getattr(config, "max_position_embeddings", None) or plan.kv_tokens
         self.max_context: int = min(positions, plan.kv_tokens)
         self._model = model
-        bank = VariantBank(model, vocab_size=self.vocab_size, head=model.get_output_embeddings())
         self._records: dict[str, Record] = {}
         self._lock = threading.Lock()
         self._ids = itertools.count()
@@ -76,7 +84,7 @@ class Engine(EngineSlots):
         self._owners: list[Record] = []  # of each token of the current batch
         self._stopped = False
         self._manager = self._make_manager(plan)
-        super().__init__(bank, Ranks(self._manager.distributed_helper))
+        super().__init__(bank or bank_of(model), Ranks(self._manager.distributed_helper))
         self._ranks.works |= {"score": self._logits, "close": self._close}
 
     def _make_manager(self, plan: KVPlan) -> Any:

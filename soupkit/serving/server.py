@@ -19,10 +19,11 @@ from soupkit.family import open_base
 
 from .app import create_app
 from .catalog import Catalog
-from .engine import Engine
+from .engine import Engine, bank_of
 from .memory import default_cache_bytes, plan_kv
 from .pretrained import load_model
 from .service import Service
+from .slots import slot_shape
 from .states import Limits
 
 logger = logging.getLogger(__name__)
@@ -114,12 +115,14 @@ def build_service(
     default = torch.float32 if target.type == "cpu" else checkpoint.main_dtype
     model = load_model(checkpoint.path, device=target, dtype=_dtype(dtype, default))
     running = max_running or DEFAULT_MAX_RUNNING.get(target.type, DEFAULT_MAX_RUNNING["cpu"])
+    bank = bank_of(model)
     if cache_bytes is None:
-        # Of a family without variants yet: as many as take the base's own bytes.
-        family_bytes = catalog.total_bytes() or int(model.get_memory_footprint())
-        cache_bytes = default_cache_bytes(model.device, family_bytes)
+        manifests = catalog.manifests().values()
+        # Of a family without variants yet: slots of an eighth of the base.
+        slot_bytes = slot_shape(bank, manifests).nbytes or int(model.get_memory_footprint()) // 8
+        cache_bytes = default_cache_bytes(model.device, slot_bytes, len(manifests))
     plan = plan_kv(model, max_running=running, cache_bytes=cache_bytes)
-    engine = Engine(model, max_running=running, plan=plan)
+    engine = Engine(model, max_running=running, plan=plan, bank=bank)
     _check_room(catalog, engine, cache_bytes)
     return Service(
         catalog,
@@ -236,8 +239,8 @@ def run(
         device: "cuda", "cuda:1" or "cpu"; by default cuda if there is one.
         dtype: "float32", "bfloat16" or "float16"; by default float32 on CPUs, the base's own on
             GPUs.
-        cache_bytes: what resident variants may hold, in slots of equal size; by default twice the
-            family's bytes, but no more than half of the free memory.
+        cache_bytes: what resident variants may hold, in slots of equal size; by default all
+            variants and a quarter more, but no more than half of the free memory.
         host_cache_bytes: what variants may hold in host memory, from where they come back to the
             device without a read; of no use on a CPU.
         pin: variants that are loaded at the start and never evicted.

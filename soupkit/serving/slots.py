@@ -13,6 +13,17 @@ from .ranks import Ranks
 from .shape import SlotShape, outline
 
 
+def slot_shape(bank: VariantBank, manifests: Iterable[Manifest]) -> SlotShape:
+    """What a slot has to take for any of these variants; one that cannot be served adds nothing
+    (`EngineSlots.check` says why).
+    """
+    shape = SlotShape()
+    for manifest in manifests:
+        with contextlib.suppress(ServingError):
+            shape = shape.merged(bank.shape_of(*outline(manifest), **ties(manifest)))
+    return shape
+
+
 class EngineSlots:
     """For one loader thread of the first rank; the others follow.
 
@@ -42,14 +53,8 @@ class EngineSlots:
         self._bank.shape_of(variant.deltas, variant.raw, **ties(variant.manifest))
 
     def slot_shape(self, manifests: Iterable[Manifest]) -> SlotShape:
-        """What a slot has to take for any of these variants; one that cannot be served adds nothing
-        (`check` says why). Of ranks with unequal parts it is the first's, the largest.
-        """
-        shape = SlotShape()
-        for manifest in manifests:
-            with contextlib.suppress(ServingError):
-                shape = shape.merged(self._bank.shape_of(*outline(manifest), **ties(manifest)))
-        return shape
+        """See `slot_shape`. Of ranks with unequal parts it is the first's, the largest."""
+        return slot_shape(self._bank, manifests)
 
     def slot_bytes(self, manifests: Iterable[Manifest]) -> int:
         """Device bytes of a slot that takes any of these variants."""
