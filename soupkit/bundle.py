@@ -27,6 +27,7 @@ from soupkit.family_write import add_variant, create_or_open_family
 from soupkit.files import fault_text, open_regular, read_json
 from soupkit.fingerprint import HASHED_BYTES, Entry, digest_of, num_threads, sha256_of
 from soupkit.manifest import MANIFEST_NAME, WEIGHTS_NAME, Manifest, TensorEntry, matrix_shape
+from soupkit.numeric import is_finite
 from soupkit.tensorfile import (
     Slot,
     TensorSpec,
@@ -177,11 +178,11 @@ class Variant:
         odd: set[str] = set()
         try:
             with ThreadPoolExecutor(num_threads()) as pool:
-                for name, (entry, is_finite) in zip(
+                for name, (entry, all_finite) in zip(
                     order, pool.map(self._look_at, order), strict=True
                 ):
                     entries.append(entry)
-                    odd |= set() if is_finite else {name}
+                    odd |= set() if all_finite else {name}
                     if told:
                         told(self._slots[name].spec.nbytes)
             self._checked(digest_of(entries))
@@ -193,16 +194,15 @@ class Variant:
         """The hash of a stored tensor, and whether all its numbers are finite."""
         slot = self._slots[name]
         spec, path = slot.spec, self.path / WEIGHTS_NAME
-        digest, is_finite = hashlib.sha256(), True
+        digest, all_finite = hashlib.sha256(), True
         buffer = torch.empty(min(HASHED_BYTES, spec.nbytes), dtype=torch.uint8)
         with _faults_of(path), open_regular(path) as file:
             for start in range(slot.start, slot.stop, HASHED_BYTES):
                 piece = buffer[: slot.stop - start]
                 read_into(file.fileno(), piece, start)
                 digest.update(as_bytes(piece))
-                if spec.dtype.is_floating_point:
-                    is_finite &= bool(torch.isfinite(piece.view(spec.dtype)).all())
-        return (name, dtype_name(spec.dtype), spec.shape, digest.hexdigest()), is_finite
+                all_finite = all_finite and is_finite(piece.view(spec.dtype))
+        return (name, dtype_name(spec.dtype), spec.shape, digest.hexdigest()), all_finite
 
     def _checked(self, digest: str) -> str:
         """`digest` if it is the manifest's; BundleError otherwise."""
@@ -281,7 +281,7 @@ class Variant:
         )
 
     def _finite(self, name: str, tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if not is_finite(tensor):
             raise BundleError(self._not_finite(name))
         return tensor
 
