@@ -26,6 +26,7 @@ from soupkit.family_write import add_variant, create_or_open_family
 from soupkit.files import fault_text, open_regular, read_json
 from soupkit.fingerprint import Entry, digest_of, num_threads
 from soupkit.manifest import MANIFEST_NAME, WEIGHTS_NAME, Manifest, TensorEntry, matrix_shape
+from soupkit.numeric import is_finite
 from soupkit.streaming import host_buffer, read_checked
 from soupkit.tensorfile import (
     Slot,
@@ -184,11 +185,11 @@ class Variant:
         odd: set[str] = set()
         try:
             with ThreadPoolExecutor(num_threads()) as pool:
-                for name, (entry, is_finite) in zip(
+                for name, (entry, all_finite) in zip(
                     order, pool.map(self._look_at, order), strict=True
                 ):
                     entries.append(entry)
-                    odd |= set() if is_finite else {name}
+                    odd |= set() if all_finite else {name}
                     if told:
                         told(self._slots[name].spec.nbytes)
             self._checked(digest_of(entries))
@@ -200,8 +201,8 @@ class Variant:
         """The hash of a stored tensor, and whether all its numbers are finite."""
         slot, path = self._slots[name], self.path / WEIGHTS_NAME
         with _faults_of(path), open_regular(path) as file:
-            sha, is_finite = read_checked(file.fileno(), slot)
-        return (name, dtype_name(slot.spec.dtype), slot.spec.shape, sha), is_finite
+            sha, all_finite = read_checked(file.fileno(), slot)
+        return (name, dtype_name(slot.spec.dtype), slot.spec.shape, sha), all_finite
 
     def _checked(self, digest: str) -> str:
         """`digest` if it is the manifest's; BundleError otherwise."""
@@ -282,7 +283,7 @@ class Variant:
         )
 
     def _finite(self, name: str, tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if not is_finite(tensor):
             raise BundleError(self._not_finite(name))
         return tensor
 

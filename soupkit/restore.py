@@ -29,7 +29,7 @@ from soupkit.family import Family, open_base, open_family
 from soupkit.files import atomic_folder, file_digest
 from soupkit.manifest import MANIFEST_NAME, TensorEntry, matrix_shape
 from soupkit.mean import BLOCK_ENTRIES
-from soupkit.numeric import full_precision, rounded, squared_norm
+from soupkit.numeric import full_precision, is_finite, rounded, squared_norm
 from soupkit.shards import ShardWriter
 from soupkit.signs import row_blocks
 from soupkit.tensorfile import DTYPES, TensorSpec
@@ -248,9 +248,7 @@ class _Restorer:
     def _rounded(self, name: str, exact: Tensor, dtype: torch.dtype) -> Tensor:
         flat = exact.reshape(-1)
         # No entry is larger than the norm; only where that overflows each is looked at.
-        if not math.isfinite(float(torch.dot(flat, flat))) and not bool(
-            torch.isfinite(exact).all()
-        ):
+        if not math.isfinite(float(torch.dot(flat, flat))) and not is_finite(exact):
             # Finite factors may have such a product: a hostile file, as no export makes it.
             raise BundleError(f"{self._variant.path}: {name!r} is beyond float32; export it again")
         return rounded(name, exact, dtype)

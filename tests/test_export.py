@@ -401,13 +401,14 @@ def test_infinity_on_both_sides_is_told_as_infinity(tmp_path, dtype):
         merge_checkpoints(base, [base], out=tmp_path / "out", rule=MergeRule("mean"))
 
 
-def test_float8_travels(tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_travels(tmp_path, dtype):
     base, finetuned = tmp_path / "base", tmp_path / "ft"
     for folder, value in ((base, 0.5), (finetuned, 1.0)):
         tensors = {
-            "same.weight": torch.full((2, 8), 0.25).to(torch.float8_e4m3fn),
-            "a.weight": torch.full((2, 8), value).to(torch.float8_e4m3fn),
-            "bias": torch.full((4,), value).to(torch.float8_e4m3fn),
+            "same.weight": torch.full((2, 8), 0.25).to(dtype),
+            "a.weight": torch.full((2, 8), value).to(dtype),
+            "bias": torch.full((4,), value).to(dtype),
         }
         folder.mkdir()
         save_file(tensors, folder / "model.safetensors")
@@ -421,6 +422,11 @@ def test_float8_travels(tmp_path):
     )
     merged = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(merged["a.weight"].float(), torch.ones(2, 8))
+    assert verify_family(tmp_path / "f") == []
+    restore(tmp_path / "f", "v", out=tmp_path / "dense")
+    dense = load_file(tmp_path / "dense" / "model.safetensors")
+    assert torch.equal(dense["a.weight"], torch.ones(2, 8))
+    assert torch.equal(dense["bias"], torch.ones(4))
 
 
 def test_resized_vocabulary_without_a_config_is_known_by_name(make_llama, make_finetune, tmp_path):
