@@ -5,13 +5,13 @@
 Up to where the two part, the greedy answer is the given one, so the pass over prompt and given
 answer that measures the loss tells it: if all of it is the likeliest, it is right; if it parts with
 a token whose text is not the answer's, it is wrong. Only what parts with the same text (other
-tokens, white space) is decoded, token by token. A model's own settings for sampling are ignored.
-White space around an answer does not count.
+tokens, white space) is decoded, token by token, until its text parts. A model's own settings for
+sampling are ignored. White space around an answer does not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -47,9 +47,19 @@ def exact_matches(
         step(len(right) - right.count(None))
     longest = max((len(row.ids) - row.start for row, _ in asked), default=0) + SLACK_TOKENS
     for group in _same_length([i for i, found in enumerate(right) if found is None], asked):
-        prompts = torch.tensor([asked[i][0].ids[: asked[i][0].start] for i in group])
-        for i, said in zip(group, _greedy(model, prompts, longest, ends), strict=True):
-            right[i] = _text(tokenizer, said).strip() == asked[i][0].example.answer.strip()
+        batch = [asked[i][0] for i in group]
+        prompts = torch.tensor([row.ids[: row.start] for row in batch])
+        answers = [row.example.answer for row in batch]
+
+        def have_parted(
+            said: Sequence[Sequence[int]], answers: Sequence[str] = answers
+        ) -> list[bool]:
+            pairs = zip(said, answers, strict=True)
+            return [_has_parted(tokenizer, tokens, answer) for tokens, answer in pairs]
+
+        told = _greedy(model, prompts, longest, ends, have_parted)
+        for i, said, answer in zip(group, told, answers, strict=True):
+            right[i] = _text(tokenizer, said).strip() == answer.strip()
         if step:
             step(len(group))
     return [bool(found) for found in right]
@@ -67,11 +77,16 @@ def _verdict(
             text = _text(tokenizer, wanted[:place])
             return text.strip() == row.example.answer.strip()
         if said != given:
-            text = _text(tokenizer, [*wanted[:place], said])
-            # Part of a letter is written as U+FFFD, and decoders move white space.
-            text = "".join(text.rstrip("\ufffd").split())
-            return None if "".join(row.example.answer.split()).startswith(text) else False
+            tokens = [*wanted[:place], said]
+            return False if _has_parted(tokenizer, tokens, row.example.answer) else None
     return None
+
+
+def _has_parted(tokenizer: Any, tokens: Sequence[int], answer: str) -> bool:
+    """Whether an answer that begins with these tokens is not the given one, whatever follows."""
+    # Part of a letter is written as U+FFFD, and decoders move white space.
+    text = "".join(_text(tokenizer, tokens).rstrip("\ufffd").split())
+    return not "".join(answer.split()).startswith(text)
 
 
 def _text(tokenizer: Any, tokens: Sequence[int]) -> str:
@@ -98,8 +113,23 @@ def _end_tokens(owner: Any) -> list[int]:
 
 
 @torch.inference_mode()
-def _greedy(model: Any, prompts: Tensor, most: int, ends: Sequence[int]) -> list[list[int]]:
-    """The likeliest next tokens after each prompt, up to one of `ends` (left out) or `most`."""
+def _greedy(
+    model: Any,
+    prompts: Tensor,
+    most: int,
+    ends: Sequence[int],
+    have_parted: Callable[[Sequence[Sequence[int]]], list[bool]],
+) -> list[list[int]]:
+    """The likeliest next tokens after each prompt, up to one of `ends` (left out) or `most`, or
+    to where `have_parted`, which is told the tokens of all rows so far, says so of a row.
+    """
+    from transformers import StoppingCriteriaList
+
+    def parted(ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        # A row that has ended is filled up, and its text stays what it is or parts.
+        return torch.tensor(have_parted(ids[:, start:].tolist()), device=ids.device)
+
+    start = prompts.shape[1]
     prompts = prompts.to(model.device)
     context = context_of(model)
     if context is not None:
@@ -112,6 +142,7 @@ def _greedy(model: Any, prompts: Tensor, most: int, ends: Sequence[int]) -> list
         eos_token_id=list(ends) or None,
         # It only fills rows that have ended.
         pad_token_id=ends[0] if ends else 0,
+        stopping_criteria=StoppingCriteriaList([parted]),
     )
     answers = []
     for row in out[:, prompts.shape[1] :].tolist():

@@ -209,6 +209,8 @@ class _Variant:
         # A base of another vocabulary has no logits for the same tokens.
         if all(shape == self._base.shape(name) for name, shape in shapes.items()):
             results.insert(0, self._measured(BASE, self._base.path, held, reference))
+        else:
+            self._ticker(sum(1 + bool(example.prompt) for example in examples))
         told = self._measured(STORED, stored, held, reference)
         shutil.rmtree(stored)
         results.append(told | stored_facts(variant))

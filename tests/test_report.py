@@ -555,12 +555,15 @@ def test_a_fine_tune_with_more_words_is_reported_without_its_base(
     TOKENIZER.save_pretrained(tmp_path / "more")
     base, more = open_checkpoint(root / "base"), open_checkpoint(tmp_path / "more")
     export_variant(base, more, family=tmp_path / "f", name="more", companions=more.path)
+    ticks: list[tuple[int, int]] = []
     document = make_report(
         tmp_path / "f", data=root / "data.jsonl", out=tmp_path / "out",
         variants={"more": str(more.path)},
+        progress=lambda what, done, total: ticks.append((done, total)),
     )  # fmt: skip
     models = [one["model"] for one in document["variants"][0]["results"]]
     assert models == ["full", "stored"]
+    assert ticks[-1] == (3 * 9, 3 * 9)
 
 
 @pytest.mark.parametrize(
