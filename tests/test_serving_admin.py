@@ -15,6 +15,7 @@ from serving_kit import (
     VARIANTS,
     WAIT,
     Oracle,
+    add_to_family,
     load_variant,
     make_family,
     metrics_of,
@@ -277,6 +278,53 @@ def test_two_names_of_one_content_are_let_go_one_by_one(tmp_path: Path) -> None:
         second = change(url, "unload", lora_name="twin").json()
         assert second["freed_bytes"]["device"] > 0
         assert second["shared_with"] == []
+
+
+def test_a_variant_that_leaves_the_family_while_it_is_loaded_is_unknown(tmp_path: Path) -> None:
+    root = make_family(tmp_path, names=["linear", "norms"])
+    file = root / "family" / "family.json"
+    document = json.loads(file.read_text())
+    with serving(root, **OPTIONS) as (server, url):
+        catalog = server._service.catalog
+        load = catalog.load
+
+        def leaving(ref: Any) -> Any:
+            loaded = load(ref)
+            del document["variants"]["norms"]
+            file.write_text(json.dumps(document))
+            wait_for(lambda: "norms" not in catalog.variants, "the server sees it")
+            return loaded
+
+        catalog.load = leaving
+        assert change(url, "load", lora_name="norms").status_code == 404
+        catalog.load = load
+        assert ask(url, "linear").status_code == 200
+
+
+def test_a_twin_that_comes_while_the_other_drains_stays(tmp_path: Path) -> None:
+    root = make_family(tmp_path, names=["linear"])
+    moved, encoding = VARIANTS["linear"]
+    add_to_family(root, "twin", moved, encoding=encoding, seed=1)
+    with serving(root, **OPTIONS) as (server, url), ThreadPoolExecutor(2) as pool:
+        engine = server._service.engine
+        prepare, go = engine._prepare, threading.Event()
+
+        def held(**batch: Any) -> None:
+            assert go.wait(WAIT)
+            prepare(**batch)
+
+        assert change(url, "unload", lora_name="twin").status_code == 200
+        engine._prepare = held
+        answer = pool.submit(ask, url, "linear")
+        wait_for(lambda: engine.num_open == 1, "it is generated")
+        unloaded = pool.submit(change, url, "unload", lora_name="linear", deadline_seconds=1)
+        catalog = server._service.catalog
+        wait_for(lambda: catalog.is_hidden("linear"), "it is hidden")
+        assert change(url, "load", lora_name="twin").status_code == 200
+        go.set()
+        assert unloaded.result().json()["shared_with"] == ["twin"]
+        assert answer.result().status_code == 200
+        assert ask(url, "twin").status_code == 200
 
 
 # serving.md, row 17: what was loaded at run time is forgotten by a restart.

@@ -17,6 +17,7 @@ import httpx
 import pytest
 from serving_kit import (
     TOKENIZER,
+    VARIANTS,
     WAIT,
     add_to_family,
     dense,
@@ -291,3 +292,30 @@ def test_a_wait_has_an_end_and_the_engine_goes_on(root: Path) -> None:
 )
 def test_a_reason_names_no_folder_of_the_server(error: Exception, told: str) -> None:
     assert Reasons(["/srv/my family", ".", "org/model"]).of(error).startswith(told)
+
+
+def test_a_variant_that_is_the_base_in_all_is_served_as_the_base(tmp_path: Path) -> None:
+    root = make_family(tmp_path, names=[])
+    add_to_family(root, "same", lambda _: False, encoding="row", seed=9)
+    with serving(root) as (_, url):
+        # It is alone in its family, takes no bytes, and stands in nobody's way.
+        base = ask(url, "base").json()["choices"][0]["text"]
+        assert ask(url, "same").json()["choices"][0]["text"] == base
+        moved, encoding = VARIANTS["linear"]
+        add_to_family(root, "linear", moved, encoding=encoding, seed=1)
+        assert ask(url, "linear").json()["choices"][0]["text"] == text_of(root, "linear")
+        assert ask(url, "same").json()["choices"][0]["text"] == base
+
+
+@pytest.mark.parametrize("lost", ["linear", "twin"])
+def test_of_two_names_of_one_content_one_is_enough(tmp_path: Path, lost: str) -> None:
+    root = make_family(tmp_path, names=["linear"])
+    moved, encoding = VARIANTS["linear"]
+    add_to_family(root, "twin", moved, encoding=encoding, seed=1)
+    wanted = text_of(root, "linear")
+    with serving(root) as (server, url):
+        variants = server._service.catalog.variants
+        assert variants["linear"].digest == variants["twin"].digest
+        shutil.rmtree(root / "family" / variants[lost].path)
+        left = {"linear": "twin", "twin": "linear"}[lost]
+        assert ask(url, left).json()["choices"][0]["text"] == wanted

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -253,6 +254,14 @@ def test_health_ready_and_metrics(url: str, client: openai.OpenAI) -> None:
 def test_a_client_that_goes_away_stops_its_generation(root: Path) -> None:
     with serving(root, max_running=1) as (server, url):
         engine = server._service.engine
+        prepare = engine._prepare
+
+        def slowly(**batch: Any) -> None:
+            # However busy the machine is, the client goes first.
+            time.sleep(0.01)
+            prepare(**batch)
+
+        engine._prepare = slowly
         body = {"model": "base", "prompt": "x", "max_tokens": CONTEXT - 10, "ignore_eos": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as stream:
             next(stream.iter_raw())

@@ -75,6 +75,8 @@ class Admin:
             service.follow_family()
             try:
                 await self._make_resident(ref)
+                if service.catalog.variants.get(name) != ref:
+                    raise NotServed(f"{name!r} left the family or was exported anew; try again")
                 if body.pinned is not None:
                     self._pin(ref, pinned=body.pinned)
             except BaseException:
@@ -103,20 +105,15 @@ class Admin:
             if service.catalog.is_hidden(name):
                 raise unknown_model(name, service.names(), hidden=True)
             began, held = time.monotonic(), service.held_bytes(ref.digest)
-            others = [
-                other
-                for other, twin in service.catalog.variants.items()
-                if twin.digest == ref.digest and other != name
-            ]
             self._hide(name)
-            ended = await self._drain(ref, shared=bool(others), seconds=body.deadline_seconds)
+            ended = await self._drain(ref, seconds=body.deadline_seconds)
             left = service.held_bytes(ref.digest)
             return {
                 "object": "variant.unloaded",
                 "id": name,
                 "digest": ref.digest,
                 "freed_bytes": {tier: held[tier] - left[tier] for tier in held},
-                "shared_with": others,
+                "shared_with": self._twins(ref),
                 "requests_ended": ended,
                 "seconds": round(time.monotonic() - began, 6),
             }
@@ -184,18 +181,24 @@ class Admin:
         self._service.pinned.discard(name)
         self._service.follow_family()
 
-    async def _drain(self, ref: VariantRef, *, shared: bool, seconds: float) -> int:
+    def _twins(self, ref: VariantRef) -> list[str]:
+        """Names that are served now and have the content of a hidden one."""
+        served = self._service.catalog.variants.items()
+        return [name for name, twin in served if twin.digest == ref.digest]
+
+    async def _drain(self, ref: VariantRef, *, seconds: float) -> int:
         """Waits until nobody uses the name and no tier holds it; how many requests were ended."""
         service, began, ended = self._service, time.monotonic(), 0
 
         def open_ones() -> list[Generation]:
             return [one for one in service.open_of(ref.digest) if one.model == ref.name]
 
-        while open_ones() or not (shared or ref.digest not in service.router.stats()):
+        # A twin may come or go meanwhile, by a load, an unload or an export.
+        while open_ones() or not (self._twins(ref) or ref.digest not in service.router.stats()):
             past = time.monotonic() - began
             if past >= seconds and not ended:
                 ended = len(open_ones())
-                if shared:
+                if self._twins(ref):
                     for generation in open_ones():
                         service.abort(generation, NotServed("the variant was unloaded"))
                 else:

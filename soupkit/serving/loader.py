@@ -43,7 +43,7 @@ class Loader:
     ) -> None:
         self._catalog, self._engine = catalog, engine
         self._metrics, self._reasons = metrics, reasons
-        self._refs: dict[str, VariantRef] = {}  # digest -> a variant that has it
+        self._refs: dict[str, list[VariantRef]] = {}  # digest -> the variants that have it
         self._loaded: dict[str, LoadedVariant] = {}  # from load to drop
         self._shape = self._reserved = SlotShape()  # of a slot: asked for, and in place
         self._began: dict[str, float] = {}
@@ -56,8 +56,11 @@ class Loader:
 
     def follow(self, refs: Iterable[VariantRef]) -> None:
         """The variants that may be loaded from now on."""
-        # Digests that left keep their last name, for the messages of loads still under way.
-        self._refs |= {ref.digest: ref for ref in refs}
+        found: dict[str, list[VariantRef]] = {}
+        for ref in refs:
+            found.setdefault(ref.digest, []).append(ref)
+        # Digests that left keep their last names, for the messages of loads still under way.
+        self._refs |= found
 
     def reserve(self) -> None:
         """Has slots made that take any variant there is now, if one fits in the budget."""
@@ -72,15 +75,22 @@ class Loader:
 
     def load(self, digest: str) -> None:
         self._began[digest] = time.monotonic()
-        ref = self._refs[digest]
+        refs = self._refs[digest]
 
         def work() -> LoadedVariant:
-            loaded = self._catalog.load(ref)
+            loaded = self._read_any(refs)
             # Here and not when it is installed: nothing is evicted for one that cannot be served.
             self._engine.check(loaded)
             return loaded
 
         run_in(self._readers, work, partial(self._after_load, digest))
+
+    def _read_any(self, refs: list[VariantRef]) -> LoadedVariant:
+        """The first of variants of one content that can be read; BundleError if none can."""
+        for ref in refs[:-1]:
+            with contextlib.suppress(BundleError):
+                return self._catalog.load(ref)
+        return self._catalog.load(refs[-1])
 
     def drop(self, digest: str) -> None:
         del self._loaded[digest]
@@ -104,7 +114,7 @@ class Loader:
 
     def grow(self, num_slots: int, slot_bytes: int) -> None:
         shape = self._shape
-        assert shape.nbytes == slot_bytes
+        assert _slot_bytes(shape) == slot_bytes
 
         def work() -> SlotShape:
             self._engine.reserve(num_slots, shape)
@@ -122,7 +132,7 @@ class Loader:
         shape = self._shape.merged(self._engine.slot_shape([variant.manifest]))
         if shape.nbytes <= self.router.cache.budget_bytes:
             self._shape = shape
-        self.router.loaded(digest, variant.nbytes, slot_bytes=shape.nbytes)
+        self.router.loaded(digest, variant.nbytes, slot_bytes=_slot_bytes(shape))
 
     def _after_install(self, digest: str, installed: "asyncio.Future[None]") -> None:
         seconds = time.monotonic() - self._began.pop(digest)
@@ -150,10 +160,15 @@ class Loader:
 
     def _load_failed(self, digest: str, error: BaseException) -> None:
         self._metrics.load_failures.inc()
-        name = self._refs[digest].name
-        logger.warning("variant %r cannot be loaded: %s", name, error)
+        names = ", ".join(repr(ref.name) for ref in self._refs[digest])
+        logger.warning("variant %s cannot be loaded: %s", names, error)
         reason = self._reasons.of(error)
-        self.router.load_failed(digest, f"variant {name!r} cannot be loaded: {reason}")
+        self.router.load_failed(digest, f"variant {names} cannot be loaded: {reason}")
+
+
+def _slot_bytes(shape: SlotShape) -> int:
+    """What the budget counts: a slot for variants that are the base in all takes a byte too."""
+    return max(1, shape.nbytes)
 
 
 def run_in(

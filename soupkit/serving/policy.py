@@ -90,7 +90,9 @@ class RateWeighted:
 
     def value(self, digest: str, num_bytes: int, reload_seconds: float) -> float:
         shares = zip(self._weights, self._shares(digest), strict=True)
-        return sum(weight * share for weight, share in shares) * reload_seconds / num_bytes
+        # One that is the base in all has no bytes, and none is cheaper to keep.
+        worth = sum(weight * share for weight, share in shares) * reload_seconds
+        return worth / max(1, num_bytes)
 
     def admits(self, gained: float, lost: float) -> bool:
         return gained >= lost
