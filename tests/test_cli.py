@@ -583,6 +583,29 @@ def test_bench_prints_one_document_or_a_table(monkeypatch):
     assert "9x17" in run("bench", "kernel").stdout
 
 
+@pytest.mark.parametrize("what", ["kernel", "merge", "export", "serve", "load", "cache"])
+def test_every_bench_takes_what_the_command_gives_it(family, monkeypatch, what):
+    import importlib
+    import inspect
+
+    from soupkit.bench.rows import Row
+
+    module = importlib.import_module(f"soupkit.bench.{what}")
+    given, takes = [], inspect.signature(module.run)
+
+    def measured(*args, **options):
+        given.append(takes.bind(*args, **options).arguments)
+        return [Row("a figure", 1.0, "ms", "a baseline", 1.0, 0.9, 1.1)]
+
+    monkeypatch.setattr(module, "run", measured)
+    if what == "kernel":
+        monkeypatch.setattr(module, "model", lambda *, quick: [])
+    folder = [family] if what in ("serve", "load") else []
+    assert document("bench", what, *folder, "--quick")["rows"][0]["name"] == "a figure"
+    assert given[0]["quick"] is True
+    assert not folder or given[0]["family"] == Path(family)
+
+
 def test_bench_serve_and_load_and_no_other_take_a_family(family):
     assert "give a family" in complaint("bench", "serve")
     assert "give a family" in complaint("bench", "load")

@@ -134,8 +134,10 @@ def _measure(
     module = importlib.import_module(f"soupkit.bench.{what.value}")
     if what is Bench.kernel:
         return module.run(quick=quick), module.model(quick=quick)
-    if what is Bench.serve:
+    if what in (Bench.serve, Bench.load):
         return module.run(quick=quick, family=family), []
+    if what is Bench.cache:
+        return module.run(quick=quick), []
     given: dict[str, Any] = {"program": mergekit} if what is Bench.merge else {}
     with show_progress("measuring") as progress:
         return module.run(quick=quick, large=large, progress=progress, **given), []
