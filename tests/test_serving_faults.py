@@ -209,6 +209,14 @@ def test_family_json_that_turns_bad_changes_nothing_and_is_told_once(
             file.write_text(good)
             wait_for(lambda: not catalog._complained, "the good one is read")
             assert len([r for r in caplog.records if "family.json" in r.message]) == 1, bad
+        # The file itself put back, its stamp as before, is as good.
+        for _ in range(2):
+            caplog.clear()
+            file.rename(tmp_path / "aside")
+            assert not catalog.refresh()
+            (tmp_path / "aside").rename(file)
+            assert not catalog.refresh()
+            assert len([r for r in caplog.records if "family.json" in r.message]) == 1
         file.unlink()
         assert ask(url, "linear").status_code == 200
 

@@ -10,13 +10,7 @@ import logging
 import os
 from pathlib import Path
 
-from soupkit.bundle import (
-    Family,
-    LoadedVariant,
-    VariantRef,
-    open_family,
-    open_variant,
-)
+from soupkit.bundle import Family, LoadedVariant, VariantRef, open_family, open_variant
 from soupkit.errors import BundleError
 from soupkit.fingerprint import MAX_THREADS
 from soupkit.manifest import Manifest
@@ -62,6 +56,8 @@ class Catalog:
         """Reads family.json again if it changed; True if names or digests are others now."""
         stamp = self._read_stamp()
         if stamp == self._stamp:
+            # It may be back after a fault, and the next one is to be told again.
+            self._complained = False
             return False
         try:
             family = open_family(self.path)
