@@ -256,7 +256,8 @@ def _print_family(console: Console, document: dict[str, Any]) -> None:
         return
     name_column = Column("variant", overflow="fold")
     parts = ("signs", "scales", "factors", "raw", "total")
-    table = Table(name_column, *parts, "of bf16", "lost energy")
+    # Of the tensors, each counted once: not the share of all energy that a budget speaks of.
+    table = Table(name_column, *parts, "of bf16", "mean lost energy")
     for name, variant in document["variants"].items():
         if "fault" in variant:
             table.add_row(name, "damaged")
