@@ -87,7 +87,7 @@ def test_a_variant_is_made_resident_pinned_let_go_and_shown_again(
     assert ask(url, "linear").json()["choices"][0]["text"] == oracle("linear", "ask", 8)
 
 
-# serving.md, row 13: success was answered for a path that does not exist.
+# SV13: success was answered for a path that does not exist.
 @pytest.mark.parametrize(
     "path",
     [
@@ -161,7 +161,7 @@ def test_one_key_may_not_be_both(root: Path, tmp_path: Path) -> None:
         server_module.run(root / "family", admin_key_file=tmp_path / "none")
 
 
-# serving.md, rows 2, 3, 22 and 28: memory that stays, a count that never returns to zero.
+# SV02, SV03, SV22, SV28: memory that stays, a count that never returns to zero.
 @pytest.mark.parametrize("stream", [False, True])
 def test_unloading_lets_open_requests_end(
     served: tuple[Any, str], oracle: Oracle, stream: bool
@@ -241,7 +241,7 @@ def test_what_cannot_be_loaded_stays_hidden_and_unpinned(tmp_path: Path) -> None
         assert ask(url, "norms").status_code == 200
 
 
-# serving.md, R8 and row 20: pins for the latency-critical, but never of all slots.
+# R8, SV20: pins for the latency-critical, but never of all slots.
 def test_a_pin_too_many_is_refused_and_holds_nothing(root: Path) -> None:
     manifests = [load_variant(root, name).manifest for name in VARIANTS]
     roomy = build_service(root / "family")
@@ -327,7 +327,7 @@ def test_a_twin_that_comes_while_the_other_drains_stays(tmp_path: Path) -> None:
         assert ask(url, "twin").status_code == 200
 
 
-# serving.md, row 17: what was loaded at run time is forgotten by a restart.
+# R13, SV17: what was loaded at run time is forgotten by a restart.
 def test_a_restart_serves_what_was_unloaded(root: Path) -> None:
     for _ in range(2):
         with serving(root, **OPTIONS) as (_, url):

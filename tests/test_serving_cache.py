@@ -1,4 +1,4 @@
-"""Cache and policies: budgets of both tiers, who goes first, pins; rows of serving.md section 2."""
+"""Cache and policies: budgets of both tiers, who goes first, pins; SV..: faults of the field."""
 
 import pytest
 from hypothesis import given
@@ -27,7 +27,7 @@ def filled(policy: Policy, *, budget: int = 30, host_bytes: int = 0) -> DeltaCac
     return cache
 
 
-def test_row_30_the_budget_counts_bytes_not_variants() -> None:
+def test_sv30_the_budget_counts_bytes_not_variants() -> None:
     cache = filled(LRU(), budget=39)
     assert (cache.num_slots, cache.used_bytes) == (3, 30)
     slot, gone = cache.admit("d")
@@ -49,7 +49,7 @@ def test_r4_one_in_use_never_goes_whatever_its_value() -> None:
     assert [e.digest for e in cache.admit("e")[1]] == ["a"]
 
 
-def test_r8_row_20_pins_stay_and_one_slot_always_floats() -> None:
+def test_r8_sv20_pins_stay_and_one_slot_always_floats() -> None:
     cache = filled(LRU())
     cache.pin(["a", "b", "c", "d"])
     assert cache.pinned == ("a", "b")

@@ -60,7 +60,7 @@ def oracle(root: Path) -> Oracle:
     return Oracle(root)
 
 
-# serving.md, rows 1 and 10: another one's answer, without any error.
+# SV01, SV10: another one's answer, without any error.
 def test_forty_at_once_over_five_variants_get_one_text_each(url: str, oracle: Oracle) -> None:
     names = sorted(VARIANTS)
     assert len(names) == 5

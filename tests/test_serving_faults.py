@@ -125,7 +125,7 @@ FAULTS = [
 ]
 
 
-# serving.md, rows 11, 12 and 37: one bad adapter takes the server, or all others, with it.
+# SV11, SV12, SV37: one bad adapter takes the server, or all others, with it.
 def test_files_that_fail_a_running_server_fail_their_own_variant_only(tmp_path: Path) -> None:
     root = make_family(tmp_path, names=["linear", "norms"])
     make_base(tmp_path / "strange" / "base", seed=5)
@@ -160,7 +160,7 @@ def test_files_that_fail_a_running_server_fail_their_own_variant_only(tmp_path: 
             assert change(url, "load", "norms").status_code == 200
 
 
-# serving.md, row 26: a name used anew kept the old buffer.
+# SV04, SV26: a name used anew kept the old buffer, or what was computed with it.
 def test_a_replaced_variant_is_served_anew_and_never_mixed(tmp_path: Path) -> None:
     root = make_family(tmp_path, names=["linear"])
     done = threading.Event()
@@ -221,7 +221,7 @@ def test_family_json_that_turns_bad_changes_nothing_and_is_told_once(
         assert ask(url, "linear").status_code == 200
 
 
-# serving.md, rows 30 and 34: budgets that count something else than bytes, or do not say what fits.
+# SV30, SV34: budgets that count something else than bytes, or do not say what fits.
 def test_a_cache_too_small_for_any_variant_is_refused_with_what_is_needed(root: Path) -> None:
     with pytest.raises(ServingError, match=r"--cache-bytes 1000 is too small for any") as caught:
         build_service(root / "family", cache_bytes=1000)
@@ -257,7 +257,7 @@ def test_a_wrong_option_is_named(root: Path, option: dict[str, Any], message: st
         build_service(root / "family", **option)
 
 
-# serving.md, row 15: waits without end.
+# SV15: waits without end.
 def test_a_wait_has_an_end_and_the_engine_goes_on(root: Path) -> None:
     settings: dict[str, Any] = {"max_running": 1, "max_wait_seconds": 0.3}
     with serving(root, **settings) as (server, url), ThreadPoolExecutor(1) as pool:

@@ -1,10 +1,10 @@
 """The router under random interleavings of everything that can happen.
 
-Held to after every step: no request is lost, doubled or answered by another variant (rows 1, 10, 35
-of serving.md section 2: R2, R3), nothing in use is evicted or overwritten (R4), one load a variant
-and a bound on all (R6, rows 28, 32), budgets of both tiers in bytes (R7, row 30), pins stay and one
-slot floats (R8), turns between variants (R9, rows 14, 24), order within one. At the end: everything
-that is open comes to an end (row 22), and what is served no more is in no tier (R10, rows 2, 3).
+Held to after every step: no request is lost, doubled or answered by another variant (R2, R3, SV01,
+SV10, SV35), nothing in use is evicted or overwritten (R4), one load a variant and a bound on all
+(R6, SV28, SV32), budgets of both tiers in bytes (R7, SV30), pins stay and one slot floats (R8),
+turns between variants (R9, SV14, SV24), order within one. At the end: everything that is open comes
+to an end (SV22), and what is served no more is in no tier (R10, SV02, SV03).
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The router, one promise at a time; rows and R-rules are those of serving.md section 2."""
+"""The router, one promise at a time; SV.. are rows, R.. rules of what others met: CONTRIBUTING."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def running(fake: Fake) -> list[Ticket]:
     return [ticket for ticket, _ in fake.running]
 
 
-def test_r6_row_28_a_burst_of_misses_makes_one_load_and_runs_in_order() -> None:
+def test_r6_sv28_a_burst_of_misses_makes_one_load_and_runs_in_order() -> None:
     router, fake, _ = make()
     tickets = ask(router, *"aaaaa")
     assert fake.loading == ["a"]
@@ -41,7 +41,7 @@ def test_r6_row_28_a_burst_of_misses_makes_one_load_and_runs_in_order() -> None:
     assert fake.num_loads["a"] == 1
 
 
-def test_rows_21_32_37_a_slow_load_delays_no_other_variant() -> None:
+def test_sv21_sv32_sv37_a_slow_load_delays_no_other_variant() -> None:
     router, fake, _ = make()
     _, quick, base = ask(router, "a", "b", BASE_DIGEST)
     assert fake.loading == ["a", "b"]
@@ -60,7 +60,7 @@ def test_r6_loads_run_side_by_side_up_to_the_bound_first_come_first() -> None:
     assert fake.loading == ["a", "c"]
 
 
-def test_r5_row_37_a_failed_load_fails_its_waiters_only_and_backs_off() -> None:
+def test_r5_sv37_a_failed_load_fails_its_waiters_only_and_backs_off() -> None:
     router, fake, clock = make()
     *doomed, _ = ask(router, "a", "a", "b")
     fake.loading.remove("a")
@@ -83,7 +83,7 @@ def test_r5_row_37_a_failed_load_fails_its_waiters_only_and_backs_off() -> None:
     assert len(fake.running) == 2
 
 
-def test_r7_row_11_nothing_goes_before_what_takes_its_place_was_read() -> None:
+def test_r7_sv11_nothing_goes_before_what_takes_its_place_was_read() -> None:
     router, fake, _ = make(slot_bytes=50)
     old = ask(router, "a", "b")
     fake.arrives("a")
@@ -110,7 +110,7 @@ def test_r4_an_idle_variant_goes_and_a_used_one_never() -> None:
     assert running(fake)[0] is used
 
 
-def test_row_20_a_pinned_variant_is_loaded_at_once_and_never_evicted() -> None:
+def test_sv20_a_pinned_variant_is_loaded_at_once_and_never_evicted() -> None:
     router, fake, _ = make(slot_bytes=50)
     router.set_family(NEEDS, pinned=["a"])
     assert fake.loading == ["a"]
@@ -122,7 +122,7 @@ def test_row_20_a_pinned_variant_is_loaded_at_once_and_never_evicted() -> None:
         assert "a" in router.cache
 
 
-def test_row_20_the_most_asked_for_is_pinned_and_does_not_flap() -> None:
+def test_sv20_the_most_asked_for_is_pinned_and_does_not_flap() -> None:
     router, fake, clock = make(replace(LIMITS, auto_pin=1), slot_bytes=50)
     for digest in "aab":
         (ticket,) = ask(router, digest)
@@ -144,7 +144,7 @@ def test_row_20_the_most_asked_for_is_pinned_and_does_not_flap() -> None:
     assert router.stats()["b"].pinned, "silence of all changes nothing"
 
 
-def test_row_34_a_variant_larger_than_the_budget_is_refused_with_both_numbers() -> None:
+def test_sv34_a_variant_larger_than_the_budget_is_refused_with_both_numbers() -> None:
     router, fake, _ = make()
     ask(router, "huge")
     fake.loads("huge")
@@ -207,7 +207,7 @@ def test_r12_one_variant_cannot_fill_the_queue_of_all() -> None:
     assert router.num_waiting == 3
 
 
-def test_row_15_a_request_that_waits_too_long_is_answered() -> None:
+def test_sv15_a_request_that_waits_too_long_is_answered() -> None:
     router, fake, clock = make(replace(LIMITS, max_wait_seconds=10.0))
     *_, ready = ask(router, *[BASE_DIGEST] * 4)
     clock.now += 5.0
@@ -224,7 +224,7 @@ def test_row_15_a_request_that_waits_too_long_is_answered() -> None:
     assert len(fake.running) == 3, "those that run are not touched"
 
 
-def test_r9_row_24_neither_base_nor_residents_keep_one_from_its_turn() -> None:
+def test_r9_sv24_neither_base_nor_residents_keep_one_from_its_turn() -> None:
     router, fake, _ = make()
     (first,) = ask(router, "a")
     fake.arrives("a")
@@ -236,7 +236,7 @@ def test_r9_row_24_neither_base_nor_residents_keep_one_from_its_turn() -> None:
     assert late in running(fake), "the base had one turn in between, not four"
 
 
-def test_r9_rows_14_19_a_starving_variant_drains_a_resident() -> None:
+def test_r9_sv14_sv19_a_starving_variant_drains_a_resident() -> None:
     router, fake, clock = make(slot_bytes=60)
     (first,) = ask(router, "e")
     fake.arrives("e")
@@ -297,7 +297,7 @@ def test_a_copy_in_host_memory_needs_no_second_load() -> None:
     assert fake.num_loads["a"] == 1
 
 
-def test_rows_17_2_one_that_left_the_family_goes_when_its_last_request_ends() -> None:
+def test_sv02_one_that_left_the_family_goes_when_its_last_request_ends() -> None:
     router, fake, _ = make(host_bytes=40)
     (ticket,) = ask(router, "a")
     fake.arrives("a")
@@ -311,7 +311,7 @@ def test_rows_17_2_one_that_left_the_family_goes_when_its_last_request_ends() ->
     assert "a" not in router.stats()
 
 
-def test_r10_rows_2_3_unload_hides_drains_and_frees_both_tiers() -> None:
+def test_r10_sv02_sv03_unload_hides_drains_and_frees_both_tiers() -> None:
     router, fake, _ = make(host_bytes=40)
     users = ask(router, *"aaaaa")
     fake.arrives("a")
@@ -329,7 +329,7 @@ def test_r10_rows_2_3_unload_hides_drains_and_frees_both_tiers() -> None:
     assert fake.loading == ["a"]
 
 
-def test_r10_row_22_at_the_deadline_of_an_unload_its_requests_are_stopped() -> None:
+def test_r10_sv22_at_the_deadline_of_an_unload_its_requests_are_stopped() -> None:
     router, fake, clock = make()
     users = ask(router, *"aaaa", BASE_DIGEST)
     fake.arrives("a")
@@ -349,7 +349,7 @@ def test_r10_row_22_at_the_deadline_of_an_unload_its_requests_are_stopped() -> N
     assert running(fake) == [users[4]]
 
 
-def test_r11_row_18_the_statistics_say_what_is_where_and_what_happened() -> None:
+def test_r11_sv18_the_statistics_say_what_is_where_and_what_happened() -> None:
     router, fake, clock = make(host_bytes=40, slot_bytes=50)
     ask(router, "a")
     clock.now += 3.0

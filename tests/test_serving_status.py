@@ -60,7 +60,7 @@ def test_the_document_has_every_model_with_its_traffic(url: str) -> None:
     json.dumps(status, allow_nan=False)
 
 
-# serving.md, row 18: metrics showed what has traffic, not what is resident.
+# R11, SV18: metrics showed what has traffic, not what is resident.
 def test_metrics_tell_of_every_variant_and_add_up(url: str) -> None:
     for name in ("linear", "embed"):
         assert ask(url, name).status_code == 200
