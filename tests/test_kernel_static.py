@@ -246,6 +246,7 @@ def binary_bmm_kernel(
 @needs_triton
 @pytest.mark.slow
 def test_the_original_is_compared_by_the_same_measures(tmp_path: Path) -> None:
+    """SV39: its author calls it far from optimal and asks for comparisons."""
     (tmp_path / "bitdelta").mkdir()
     (tmp_path / "bitdelta" / "binary_gemm_kernel.py").write_text(LIKE_THE_ORIGINAL)
     code = (

@@ -336,6 +336,7 @@ def test_a_restart_serves_what_was_unloaded(root: Path) -> None:
             assert ask(url, "embed").status_code == 404
 
 
+# SV28: an unload that raced with a request for the same variant.
 def test_loads_and_unloads_at_once_leave_the_variant_served_or_hidden(
     served: tuple[Any, str], oracle: Oracle
 ) -> None:

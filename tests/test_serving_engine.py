@@ -116,6 +116,7 @@ def test_a_mixed_batch_equals_dense_models_token_for_token(
     assert sum(map(len, answers)) > 100
 
 
+# SV38: bugs of continuous batching's own state.
 def test_a_full_key_value_cache_changes_no_answer(root: Path) -> None:
     """Sequences that no longer fit are put back and computed again."""
     engine, slots = start(root, KVPlan(kv_tokens=CONTEXT, batch_tokens=32), max_running=6)
@@ -162,6 +163,7 @@ def test_stop_token_and_length_end_a_job(served: tuple[Engine, dict[str, int]]) 
     assert again.ids() == [token.id for token in tokens[:first]]
 
 
+# R3, R4, SV35, SV38: a slot that is taken while it is used; a cancel that nobody is told of.
 def test_a_cancelled_job_ends_once_and_its_slot_can_be_freed(root: Path) -> None:
     engine, slots = start(root, KVPlan(kv_tokens=1024, batch_tokens=32))
     try:
@@ -198,6 +200,7 @@ def test_a_cancelled_job_ends_once_and_its_slot_can_be_freed(root: Path) -> None
         engine.close()
 
 
+# R2, SV10, SV21: wrong answers after a load while others are served, or none until it is done.
 def test_slots_change_while_others_generate(
     root: Path, served: tuple[Engine, dict[str, int]]
 ) -> None:
@@ -272,6 +275,7 @@ def test_a_seed_gives_the_same_text_in_any_company(served: tuple[Engine, dict[st
     assert run(0) == run(7) == run(3)
 
 
+# SV11: a bad adapter took the server with it at generation time.
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
 def test_a_variant_that_overflows_fails_alone(root: Path, value: float) -> None:
     """A mask cannot undo NaN: without the guard the sequences beside it would be spoiled."""

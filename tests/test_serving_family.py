@@ -46,6 +46,7 @@ def oracle(root: Path) -> Oracle:
     return Oracle(root)
 
 
+# R7: the budget is in bytes.
 def test_a_small_cache_serves_all_variants_and_evicts(root: Path, oracle: Oracle) -> None:
     manifests = [load_variant(root, name).manifest for name in VARIANTS]
     roomy = build_service(root / "family")
@@ -66,6 +67,7 @@ def test_a_small_cache_serves_all_variants_and_evicts(root: Path, oracle: Oracle
         assert len(server._service.engine._bank.slots) == len(server._service.router.cache)
 
 
+# R5, R6, SV21, SV28, SV32: loads that hold up the engine, or each other, or are made twice.
 def test_a_slow_load_delays_no_other_model_and_is_made_once(root: Path, oracle: Oracle) -> None:
     gate, loads = threading.Event(), []
     with serving(root) as (server, url), ThreadPoolExecutor(6) as pool:
@@ -94,6 +96,7 @@ def test_a_slow_load_delays_no_other_model_and_is_made_once(root: Path, oracle: 
         assert loads.count("norms") == 1
 
 
+# SV10: wrong answers after a dynamic load.
 def test_a_variant_exported_while_serving_appears_and_a_new_version_replaces_it(
     tmp_path: Path,
 ) -> None:

@@ -83,6 +83,7 @@ def wrong_of(engine: Engine, oracles: dict[str, Any], *, at_once: bool) -> int:
     return sum(found != right for found, right in zip(answers, expected, strict=True))
 
 
+# R1, SV04, SV06: blocks of a prompt that served another adapter, or the base.
 @pytest.mark.parametrize("at_once", [True, False])
 def test_no_variant_reads_what_another_computed(
     engine: Engine, oracles: dict[str, Any], at_once: bool
@@ -99,6 +100,7 @@ def test_without_the_salt_it_would(
     assert wrong_of(engine, oracles, at_once=False) >= 5
 
 
+# SV04, SV26: what came back under an old name or place.
 def test_a_variant_that_takes_the_place_of_another_starts_anew(
     root: Path, engine: Engine, oracles: dict[str, Any]
 ) -> None:

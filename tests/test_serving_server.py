@@ -313,6 +313,7 @@ def test_nothing_is_scored_for_a_client_that_is_gone(root: Path) -> None:
         assert scored == [(5,)]
 
 
+# R12
 def test_a_full_queue_is_429_with_retry_after(root: Path) -> None:
     with serving(root, max_running=1, max_queue=1) as (server, url):
         body = {"model": "base", "prompt": "x", "max_tokens": CONTEXT - 10, "ignore_eos": True}
@@ -338,6 +339,7 @@ def test_keys_are_asked_for(root: Path) -> None:
         assert httpx.get(f"{url}/health").status_code == 200
 
 
+# R12: health that does not know whether anything can be generated.
 def test_if_the_engine_dies_ready_says_so_and_requests_get_503(root: Path) -> None:
     with serving(root) as (server, url), client_of(url) as client:
         engine = server._service.engine
