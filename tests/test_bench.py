@@ -10,8 +10,11 @@ import torch
 
 from soupkit.bench import load, merge, offline_merge, rows, serve, strategies
 from soupkit.bench.rows import Row, compare, document
-from soupkit.bundle import create_or_open_family
+from soupkit.bundle import open_variant
 from soupkit.checkpoint import open_checkpoint
+from soupkit.family import open_family
+from soupkit.family_write import create_or_open_family
+from soupkit.verify import verify_family
 
 
 def row(**changes: object) -> Row:
@@ -98,7 +101,7 @@ def test_serving_is_measured(tmp_path: Path) -> None:
     found = {one.name: one for one in serve.run(family, quick=True)}
     figures = [name for name, *_ in serve._FIGURES]
     batches = ("base, 8 requests", "1 variant, 8 requests", "base, 14 requests")
-    mixed = "2 variants mixed, 14 requests"
+    mixed = "14 variants mixed, 14 requests"
     assert list(found) == [f"{batch}: {what}" for batch in (*batches, mixed) for what in figures]
     assert min(row.value for row in found.values()) > 0
     goals = {name: row.goal for name, row in found.items() if row.goal is not None}
@@ -107,6 +110,30 @@ def test_serving_is_measured(tmp_path: Path) -> None:
         "1 variant, 8 requests: time per token P50": 1.1,
         f"{mixed}: throughput": 0.6,
     }
+
+
+def test_a_small_family_is_filled_with_variants_of_other_content(tmp_path: Path) -> None:
+    family = open_family(serving_kit.make_family(tmp_path, names=("linear", "norms")) / "family")
+    (tmp_path / "scratch").mkdir()
+    found = serve.filled(family, tmp_path / "scratch", count=5)
+    assert len({ref.digest for ref in found.variants.values()}) == len(found.variants) == 5
+    assert verify_family(found.path) == []
+    first = open_variant(found.folder("linear")).load()
+    assert first.digest == family.variants["linear"].digest
+    copy = open_variant(found.folder("copy-00-of-linear")).load()
+    for name, delta in first.deltas.items():
+        assert torch.equal(copy.deltas[name].packed, delta.packed)
+        torch.testing.assert_close(copy.deltas[name].scale, delta.scale * (1 + 1 / 64))
+
+
+def test_a_family_that_cannot_be_filled_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(serving_kit.VARIANTS, "bare", (lambda name: "norm" in name, "row"))
+    family = open_family(serving_kit.make_family(tmp_path, names=("bare",)) / "family")
+    (tmp_path / "scratch").mkdir()
+    with pytest.raises(ValueError, match="gives 1 variants of different content, 2 are measured"):
+        serve.filled(family, tmp_path / "scratch", count=2)
 
 
 def test_percentiles_are_values_that_were_measured() -> None:
