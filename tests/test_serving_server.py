@@ -313,7 +313,7 @@ def test_nothing_is_scored_for_a_client_that_is_gone(root: Path) -> None:
         assert scored == [(5,)]
 
 
-# R12
+# R12: a queue that grows without end, and nobody told to come back.
 def test_a_full_queue_is_429_with_retry_after(root: Path) -> None:
     with serving(root, max_running=1, max_queue=1) as (server, url):
         body = {"model": "base", "prompt": "x", "max_tokens": CONTEXT - 10, "ignore_eos": True}
