@@ -5,6 +5,7 @@ they run from a venv of theirs, which `make clients` makes; their tests are skip
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -29,11 +30,15 @@ from serving_kit import (
     make_family,
     serving,
 )
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from soupkit.bundle import create_or_open_family
+from soupkit.checkpoint import open_checkpoint
 from soupkit.serving import bodies
 
 ROOT = Path(__file__).resolve().parents[1]
 CLIENTS = Path(os.environ.get("SOUPKIT_CLIENTS", ROOT / ".clients")) / "bin"
+DEMO = Path(os.environ.get("SOUPKIT_DEMO", ROOT / "demo"))
 
 
 def program(name: str) -> str:
@@ -177,45 +182,54 @@ def test_litellm_maps_answers_and_errors(tmp_path: Path) -> None:
     }
 
 
+def lm_eval(url: str, model: str, *, tokenizer: Path, task: dict[str, Any], out: Path) -> Path:
+    """The folder of what lm-evaluation-harness found of a served model, of each sample, too.
+
+    lm_eval run --model local-completions --tasks TASK --include_path FOLDER --log_samples \\
+        --model_args model=MODEL,base_url=URL/v1/completions,tokenizer=BASE,tokenized_requests=True
+    """
+    name = task["task"]
+    shared = {"dataset_path": "json", "test_split": "test", "target_delimiter": ""}
+    out.mkdir(parents=True)
+    (out / f"{name}.yaml").write_text(json.dumps(shared | task))  # YAML, too
+    settings = f"model={model},base_url={url}/v1/completions,tokenizer={tokenizer}"
+    command = [program("lm_eval"), "run", "--model", "local-completions", "--tasks", name]
+    command += ["--model_args", f"{settings},tokenized_requests=True,num_concurrent=4"]
+    command += ["--include_path", str(out), "--output_path", str(out), "--log_samples"]
+    environment = {**os.environ, "HF_HOME": str(out / "hf"), "OPENAI_API_KEY": "none"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
 @pytest.mark.slow
 def test_lm_eval_scores_a_variant_as_the_dense_model_does(
     root: Path, url: str, tmp_path: Path
 ) -> None:
-    lm_eval = program("lm_eval")
     rows = [
         {"question": f"{a} plus {b} is", "choices": [f" {a + b}", f" {a + b + 1}"], "gold": 0}
         for a in range(2, 6)
         for b in range(3, 5)
     ]
     (tmp_path / "rows.json").write_text("\n".join(json.dumps(row) for row in rows))
-    (tmp_path / "sums.yaml").write_text(
-        "task: sums\ndataset_path: json\noutput_type: multiple_choice\n"
-        f"dataset_kwargs:\n  data_files:\n    test: {tmp_path / 'rows.json'}\n"
-        "test_split: test\ndoc_to_text: question\ndoc_to_choice: choices\ndoc_to_target: gold\n"
-        "target_delimiter: ''\nmetric_list:\n  - metric: acc\n"
-    )
-    for name in ("linear", "base"):
-        settings = f"model={name},base_url={url}/v1/completions,tokenizer={root / 'base'}"
-        command = [lm_eval, "run", "--model", "local-completions", "--tasks", "sums"]
-        command += ["--model_args", f"{settings},tokenized_requests=True,num_concurrent=4"]
-        command += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / name)]
-        environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "OPENAI_API_KEY": "none"}
-        done = subprocess.run(
-            [*command, "--log_samples"],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env=environment,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        samples = next((tmp_path / name).rglob("samples_sums_*.jsonl")).read_text().splitlines()
-        assert len(samples) == len(rows)
-        model = dense(root, None if name == "base" else name)
-        for sample in map(json.loads, samples):
-            doc = sample["doc"]
-            for choice, (reply, *_) in zip(doc["choices"], sample["resps"], strict=True):
-                expected = loglikelihood(model, doc["question"], choice)
-                assert float(reply[0]) == pytest.approx(expected, abs=1e-3)
+    task = {
+        "task": "sums",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.json")}},
+        "output_type": "multiple_choice",
+        "doc_to_text": "question",
+        "doc_to_choice": "choices",
+        "doc_to_target": "gold",
+        "metric_list": [{"metric": "acc"}],
+    }
+    found = lm_eval(url, "linear", tokenizer=root / "base", task=task, out=tmp_path / "out")
+    samples = next(found.rglob("samples_sums_*.jsonl")).read_text().splitlines()
+    assert len(samples) == len(rows)
+    model = dense(root, "linear")
+    for sample in map(json.loads, samples):
+        doc = sample["doc"]
+        for choice, (reply, *_) in zip(doc["choices"], sample["resps"], strict=True):
+            expected = loglikelihood(model, doc["question"], choice)
+            assert float(reply[0]) == pytest.approx(expected, abs=1e-3)
 
 
 def loglikelihood(model: Any, context: str, continuation: str) -> float:
@@ -225,3 +239,54 @@ def loglikelihood(model: Any, context: str, continuation: str) -> float:
     with torch.no_grad():
         logprobs = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
     return float(sum(logprobs[at - 1, ids[at]] for at in range(start, len(ids))))
+
+
+@pytest.mark.slow
+def test_lm_eval_of_a_full_fine_tune_and_its_one_bit_variant(tmp_path: Path) -> None:
+    """A cipher of `make demo` on unseen words: one bit a weight loses at most half a point."""
+    cipher, count = "caesar", 200
+    if not (DEMO / "full" / cipher).is_dir():
+        pytest.skip("needs `make demo`")
+    rows = (DEMO / "heldout" / f"{cipher}.jsonl").read_text().splitlines()[:count]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    task = {
+        "task": "cipher",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
+        "output_type": "loglikelihood",
+        "doc_to_text": "prompt",
+        "doc_to_target": "answer",
+        # Of loglikelihoods `acc` is the share of answers that greedy decoding would give.
+        "metric_list": [{"metric": "acc"}, {"metric": "perplexity"}],
+    }
+    full = DEMO / "full" / cipher
+    create_or_open_family(tmp_path / "family", open_checkpoint(full))
+    models = {
+        "full": (tmp_path, "base", AutoModelForCausalLM.from_pretrained(full, dtype=torch.float32)),
+        "1 bit": (DEMO, cipher, dense(DEMO, cipher)),
+    }
+    scores = {}
+    for what, (root, name, model) in models.items():
+        with serving(root) as (_, url):
+            found = lm_eval(url, name, tokenizer=full, task=task, out=tmp_path / what)
+        results = json.loads(next(found.rglob("results_*.json")).read_text())
+        scores[what] = {k: results["results"]["cipher"][f"{k},none"] for k in ("acc", "perplexity")}
+        expected = exact_match(model, AutoTokenizer.from_pretrained(full), rows)
+        assert scores[what] == pytest.approx(expected, rel=1e-3), what
+    print(scores)
+    assert scores["full"]["acc"] > 0.9, "the fine-tune has learned its cipher"
+    assert scores["1 bit"]["acc"] >= scores["full"]["acc"] - 0.005
+
+
+def exact_match(model: Any, tokenizer: Any, rows: list[str]) -> dict[str, float]:
+    """Of answers by greedy decoding, and the perplexity of a whole answer, one row at a time."""
+    is_right, losses = [], []
+    for row in map(json.loads, rows):
+        ids = tokenizer(row["prompt"] + row["answer"], return_tensors="pt").input_ids
+        start = tokenizer(row["prompt"], return_tensors="pt").input_ids.shape[1]
+        with torch.no_grad():
+            logprobs = model(input_ids=ids).logits[0, start - 1 : -1].log_softmax(-1)
+        answer = ids[0, start:]
+        is_right.append(bool((logprobs.argmax(-1) == answer).all()))
+        losses.append(-float(logprobs.gather(1, answer[:, None]).sum()))
+    mean = sum(losses) / len(losses)
+    return {"acc": sum(is_right) / len(rows), "perplexity": math.exp(mean)}
