@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -231,6 +232,30 @@ def test_a_token_does_not_depend_on_its_neighbours_or_threads(
             assert torch.equal(again, whole)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_scratch_is_used_again_but_never_by_two_threads(library: native.Library) -> None:
+    """Layers of other sizes and dtypes in turn, four threads at once: the bits of a first call."""
+    dtypes = [dtype for dtype in (torch.float32, torch.bfloat16) if library.supports(dtype)]
+    shapes = [(261, 77), (37, 200), (5, 9), (300, 77)]
+    cases = [Case(*shape, 64, dtype, (SIGNS,)) for dtype in dtypes for shape in shapes]
+    for case in cases:
+        case.index = torch.zeros(64).long()
+
+    def calls(first: int) -> list[Tensor]:
+        turned = [*cases[first:], *cases[:first]]
+        found = [case.linear(library) for _ in range(20) for case in turned]
+        return [found[(i - first) % len(cases)] for i in range(len(cases))] + found
+
+    alone = [case.linear(library) for case in cases]
+    for case, y in zip(cases, alone, strict=True):
+        expected = reference(case.x, case.weight, case.deltas, case.index, case.bias)
+        top, eps = float(expected.abs().max()), torch.finfo(y.dtype).eps
+        assert float((y.double() - expected).abs().max()) <= 4 * eps * top
+    with ThreadPoolExecutor(4) as pool:
+        for first, found in enumerate(pool.map(calls, range(4))):
+            order = [*alone[first:], *alone[:first]] * 20
+            assert all(map(torch.equal, found, [*alone, *order]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,6 +11,7 @@ Tokens go together, where that pays:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -28,6 +29,8 @@ MANY_TOKENS = {"portable": 3, "avx2": 10, "avx512": 20, "avx512_bf16": 16}
 # 512 tokens, 2048 x 2048, 1 / 2 / 4 / 8 MB: 1.12 / 1.10 / 1.08 / 1.06 of the base; 32 MB pays page
 # faults, 1.3 at 4096 x 4096.
 BLOCK_BYTES = 1 << 23
+
+_OF_THREAD = threading.local()
 
 
 def why_not(library: native.Library | str, arena: DeltaArena, weight: Tensor | None) -> str | None:
@@ -199,16 +202,26 @@ def _many(
     variant: int,
 ) -> Tensor:
     """Many tokens of one variant that is not empty; low rank is added in float32."""
-    y = x.new_empty(x.shape[0], arena.out_features)
     row = arena.row(variant)
     low_rank = _low_rank(x, arena, variant) if row[RANK] else None
     whole = [(slice(0, arena.out_features), weight)]
+    products: list[Tensor] = []
     for rows, block in _with_signs(library, weight, arena, variant) if row[PLANES] else whole:
         product = F.linear(x, block, None if bias is None else bias[rows])
         if low_rank is not None:
-            product = product.float().addmm_(low_rank[0], low_rank[1][:, rows])
-        y[:, rows] = product
-    return y
+            product = product.float().addmm_(low_rank[0], low_rank[1][:, rows]).to(x.dtype)
+        products.append(product)
+    return products[0] if len(products) == 1 else torch.cat(products, dim=1)
+
+
+def _scratch(count: int, dtype: torch.dtype) -> Tensor:
+    """Memory for so many numbers that this thread uses again for each weight that it builds: new
+    pages would take longer to come than to be filled.
+    """
+    found: Tensor | None = getattr(_OF_THREAD, "scratch", None)
+    if found is None or found.numel() < count * dtype.itemsize:
+        found = _OF_THREAD.scratch = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
+    return found[: count * dtype.itemsize].view(dtype)
 
 
 def _with_signs(
@@ -217,7 +230,7 @@ def _with_signs(
     """Blocks of rows of weight + signs in the weight's dtype; each is gone as the next is made."""
     num_rows, width = weight.shape
     step = min(num_rows, max(1, BLOCK_BYTES // max(1, width * weight.itemsize)))
-    scratch = torch.empty(step, width, dtype=weight.dtype)
+    scratch = _scratch(step * width, weight.dtype).view(step, width)
     for at in range(0, num_rows, step):
         rows = slice(at, min(at + step, num_rows))
         block = scratch[: rows.stop - at]

@@ -107,9 +107,11 @@ async def _run(family: Path, names: list[str], *, tokens: int, repeats: int) -> 
                 await ask_all(service, warmed, tokens=tokens)
             found: list[list[float]] = []
             bases: list[list[float]] = []
-            for _ in range(repeats):
-                bases.append(_figures(await ask_all(service, base, tokens=tokens)))
-                found.append(_figures(await ask_all(service, models, tokens=tokens)))
+            for i in range(repeats):
+                # New prompts each time: of old ones the beginning is in the prefix cache.
+                salt = (i + 1) * len(models)
+                bases.append(_figures(await ask_all(service, base, tokens=tokens, salt=salt)))
+                found.append(_figures(await ask_all(service, models, tokens=tokens, salt=salt)))
             rows += _rows(f"base, {len(models)} requests", bases, bases)
             rows += _rows(title, found, bases)
     return rows

@@ -81,7 +81,9 @@ async def ask(service: Service, model: str, *, tokens: int, salt: int = 0) -> St
     return Stream(asked, tuple(times))
 
 
-async def ask_all(service: Service, models: Sequence[str], *, tokens: int) -> list[Stream]:
-    """A request for each of the models, all at a time."""
-    asks = [ask(service, model, tokens=tokens, salt=i) for i, model in enumerate(models)]
+async def ask_all(
+    service: Service, models: Sequence[str], *, tokens: int, salt: int = 0
+) -> list[Stream]:
+    """A request for each of the models, all at a time; the prompts are those from `salt` on."""
+    asks = [ask(service, model, tokens=tokens, salt=salt + i) for i, model in enumerate(models)]
     return list(await asyncio.gather(*asks))
