@@ -233,7 +233,7 @@ def test_what_cannot_be_loaded_stays_hidden_and_unpinned(tmp_path: Path) -> None
         assert str(tmp_path) not in refused.text
         assert int(refused.headers["retry-after"]) >= 1
         assert ask(url, "norms").status_code == 404
-        assert not server._service.pinned
+        assert not server._service.pins
         weights.write_bytes(kept)
         deadline = time.monotonic() + WAIT
         while change(url, "load", lora_name="norms").status_code != 200:
@@ -253,7 +253,7 @@ def test_a_pin_too_many_is_refused_and_holds_nothing(root: Path) -> None:
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "pinned"
         assert "of 2 slots" in refused.json()["error"]["message"]
-        assert server._service.pinned == {"linear"}
+        assert list(server._service.pins) == ["linear"]
         for name in ("norms", "embed", "matrix"):
             assert ask(url, name).status_code == 200
         assert metrics_of(url)["soupkit_variant_pinned,linear"] == 1

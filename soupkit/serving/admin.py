@@ -9,8 +9,8 @@ the registry, and a restart serves all of it again.
 import asyncio
 import os
 import time
-from collections import defaultdict
 from typing import Annotated, Any
+from weakref import WeakValueDictionary
 
 from pydantic import Field
 
@@ -57,7 +57,8 @@ class Admin:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        # A name's lock is gone when nobody holds it or waits for it.
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def load(self, body: LoadRequest) -> dict[str, Any]:
         """Makes a variant resident, and visible if it was unloaded.
@@ -67,9 +68,9 @@ class Admin:
             ServingError: it cannot be loaded now.
         """
         service, name = self._service, body.lora_name
-        ref = self._ref(name)
-        self._check_path(ref, body.lora_path)
-        async with self._turns[name]:
+        self._check_path(self._ref(name), body.lora_path)
+        async with self._turn(name):
+            ref = self._ref(name)  # as it is now, after the changes before this one
             began, was_hidden = time.monotonic(), service.catalog.is_hidden(name)
             service.catalog.show(name)
             service.follow_family()
@@ -100,8 +101,9 @@ class Admin:
             ApiError: no such variant, or it still cannot go long after the deadline.
         """
         service, name = self._service, body.lora_name
-        ref = self._ref(name)
-        async with self._turns[name]:
+        self._ref(name)
+        async with self._turn(name):
+            ref = self._ref(name)
             if service.catalog.is_hidden(name):
                 raise unknown_model(name, service.names(), hidden=True)
             began, held = time.monotonic(), service.held_bytes(ref.digest)
@@ -117,6 +119,9 @@ class Admin:
                 "requests_ended": ended,
                 "seconds": round(time.monotonic() - began, 6),
             }
+
+    def _turn(self, name: str) -> asyncio.Lock:
+        return self._turns.setdefault(name, asyncio.Lock())
 
     def _ref(self, name: str) -> VariantRef:
         names = self._service.names()
@@ -165,11 +170,10 @@ class Admin:
 
     def _pin(self, ref: VariantRef, *, pinned: bool) -> None:
         service = self._service
-        (service.pinned.add if pinned else service.pinned.discard)(ref.name)
-        service.follow_family()
+        was_asked = ref.name in service.pins
+        service.pin(ref.name, pinned=pinned)
         if pinned and not service.router.stats()[ref.digest].pinned:
-            service.pinned.discard(ref.name)
-            service.follow_family()
+            service.pin(ref.name, pinned=was_asked)
             message = (
                 f"pinned: of {service.router.cache.num_slots} slots one is for those that are not; "
                 "let another variant go or raise --cache-bytes"
@@ -178,8 +182,7 @@ class Admin:
 
     def _hide(self, name: str) -> None:
         self._service.catalog.hide(name)
-        self._service.pinned.discard(name)
-        self._service.follow_family()
+        self._service.pin(name, pinned=False)
 
     def _twins(self, ref: VariantRef) -> list[str]:
         """Names that are served now and have the content of a hidden one."""
@@ -188,23 +191,29 @@ class Admin:
 
     async def _drain(self, ref: VariantRef, *, seconds: float) -> int:
         """Waits until nobody uses the name and no tier holds it; how many requests were ended."""
-        service, began, ended = self._service, time.monotonic(), 0
+        service, began, ended = self._service, time.monotonic(), set[Generation]()
 
         def open_ones() -> list[Generation]:
-            return [one for one in service.open_of(ref.digest) if one.model == ref.name]
+            """Those for the name, whatever its content was then, and for its content unless a twin
+            is served. A twin may come or go meanwhile, by a load, an unload or an export.
+            """
+            shared = bool(self._twins(ref))
+            return [
+                one
+                for one in service.open
+                if one.model == ref.name or (one.digest == ref.digest and not shared)
+            ]
 
-        # A twin may come or go meanwhile, by a load, an unload or an export.
         while open_ones() or not (self._twins(ref) or ref.digest not in service.router.stats()):
             past = time.monotonic() - began
-            if past >= seconds and not ended:
-                ended = len(open_ones())
-                if self._twins(ref):
-                    for generation in open_ones():
-                        service.abort(generation, NotServed("the variant was unloaded"))
-                else:
+            if past >= seconds:
+                ended.update(open_ones())
+                if not self._twins(ref):
                     service.router.unload(ref.digest, deadline_seconds=0.0)
+                for generation in open_ones():  # those that are left: of a twin or another content
+                    service.abort(generation, NotServed("the variant was unloaded"))
             if past >= seconds + LAST_SECONDS:
                 message = f"{ref.name!r} is hidden, but still in use; it is freed when that ends"
                 raise ApiError(503, message, code="unload_pending")
             await asyncio.sleep(_LOOK_SECONDS)
-        return ended
+        return len(ended)

@@ -47,7 +47,7 @@ from .openai import (
 )
 from .prepare import chat_answer, completion_answer
 from .service import Service
-from .states import NotServed, QueueFull, VariantUnavailable
+from .states import NotServed, QueueFull, TooMany, VariantUnavailable
 from .status import overview
 from .status_page import PAGE, PAGE_HEADERS
 
@@ -280,6 +280,8 @@ def _as_api_error(error: Exception) -> ApiError:
         return field_error(list(error.errors()))
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), headers=error.headers)
+    if isinstance(error, TooMany):
+        return ApiError(400, str(error), param="n")
     if isinstance(error, QueueFull):
         return ApiError(429, str(error), code="queue_full", retry_seconds=1)
     if isinstance(error, VariantUnavailable):

@@ -182,16 +182,20 @@ class Engine(EngineSlots):
         key = f"job-{next(self._ids)}"
         with self._lock:
             self._records[key] = Record(job, slot, self.salts[slot], deliver)
-        accepted = self._manager.add_request(
-            list(job.tokens),
-            request_id=key,
-            max_new_tokens=job.max_tokens,
-            streaming=True,
-            eos_token_id=sorted(job.stop_tokens),
-        )
+        accepted = None
+        try:
+            accepted = self._manager.add_request(
+                list(job.tokens),
+                request_id=key,
+                max_new_tokens=job.max_tokens,
+                streaming=True,
+                eos_token_id=sorted(job.stop_tokens),
+            )
+        finally:
+            if accepted is None:
+                with self._lock:
+                    self._records.pop(key, None)
         if accepted is None:
-            with self._lock:
-                self._records.pop(key, None)
             raise ServingError("the engine has stopped; restart the server")
         if self._stopped:
             self._fail_open("the engine stopped")

@@ -147,6 +147,7 @@ class VariantBank:
             if not isinstance(value, Delta):
                 whole.setdefault(name, {})[local] = value
         try:
+            self._clear(slot)  # of what a fault may have left
             for name in shape.modules:
                 self._patches[name].put(slot, packed.get(name), whole.get(name, {}))
         except BaseException:
@@ -221,8 +222,8 @@ class VariantBank:
         """Empties a slot that no batch names any more."""
         if slot not in self._residents:
             raise ValueError(f"slot {slot} is empty")
-        del self._residents[slot]
         self._clear(slot)
+        del self._residents[slot]
 
     def _clear(self, slot: int) -> None:
         for patch in self._patches.values():

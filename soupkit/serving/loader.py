@@ -26,6 +26,8 @@ from .shape import SlotShape
 
 logger = logging.getLogger(__name__)
 
+After = Callable[["asyncio.Future[Any]"], None]
+
 
 class Loader:
     """What was read of variants, and the threads that move it. `router` must be set before use."""
@@ -47,10 +49,13 @@ class Loader:
         self._loaded: dict[str, LoadedVariant] = {}  # from load to drop
         self._shape = self._reserved = SlotShape()  # of a slot: asked for, and in place
         self._began: dict[str, float] = {}
+        self._is_closed = False
         self._readers = ThreadPoolExecutor(max_loads, "soupkit-load")
         self._installer = ThreadPoolExecutor(1, "soupkit-install")
 
     def close(self) -> None:
+        """Nothing more is begun, and what is under way is not told of."""
+        self._is_closed = True
         for pool in (self._readers, self._installer):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -59,8 +64,9 @@ class Loader:
         found: dict[str, list[VariantRef]] = {}
         for ref in refs:
             found.setdefault(ref.digest, []).append(ref)
-        # Digests that left keep their last names, for the messages of loads still under way.
-        self._refs |= found
+        # Of digests that left, those in use keep their last names: loads may still tell of them.
+        used = {d: names for d, names in self._refs.items() if self.router.knows(d)}
+        self._refs = used | found
 
     def reserve(self) -> None:
         """Has slots made that take any variant there is now, if one fits in the budget."""
@@ -75,22 +81,25 @@ class Loader:
 
     def load(self, digest: str) -> None:
         self._began[digest] = time.monotonic()
-        refs = self._refs[digest]
 
         def work() -> LoadedVariant:
-            loaded = self._read_any(refs)
+            loaded = self._read_any(digest)
             # Here and not when it is installed: nothing is evicted for one that cannot be served.
             self._engine.check(loaded)
             return loaded
 
-        run_in(self._readers, work, partial(self._after_load, digest))
+        self._run(self._readers, work, partial(self._after_load, digest))
 
-    def _read_any(self, refs: list[VariantRef]) -> LoadedVariant:
-        """The first of variants of one content that can be read; BundleError if none can."""
-        for ref in refs[:-1]:
-            with contextlib.suppress(BundleError):
-                return self._catalog.load(ref)
-        return self._catalog.load(refs[-1])
+    def _read_any(self, digest: str) -> LoadedVariant:
+        """The first of the variants of a content that can be read; BundleError if none can."""
+        tried: dict[VariantRef, BundleError] = {}
+        # Looked up anew each time: a name may have gone, and another come, while one was read.
+        while left := [ref for ref in self._refs[digest] if ref not in tried]:
+            try:
+                return self._catalog.load(left[0])
+            except BundleError as error:
+                tried[left[0]] = error
+        raise list(tried.values())[-1]
 
     def drop(self, digest: str) -> None:
         del self._loaded[digest]
@@ -102,15 +111,16 @@ class Loader:
         self._metrics.evictions.inc(len(evicted))
 
         def work() -> None:
-            for gone in evicted:
-                self._engine.free(gone.slot)
+            # Also what an eviction that failed has left there.
+            if self._engine.holds(slot):
+                self._engine.free(slot)
             self._engine.load(slot, loaded)
 
-        run_in(self._installer, work, partial(self._after_install, digest))
+        self._run(self._installer, work, partial(self._after_install, digest))
 
     def evict(self, evicted: Evicted) -> None:
         self._metrics.evictions.inc()
-        run_in(self._installer, partial(self._engine.free, evicted.slot), self._after_evict)
+        self._run(self._installer, partial(self._engine.free, evicted.slot), self._after_evict)
 
     def grow(self, num_slots: int, slot_bytes: int) -> None:
         shape = self._shape
@@ -120,7 +130,11 @@ class Loader:
             self._engine.reserve(num_slots, shape)
             return shape
 
-        run_in(self._installer, work, self._after_grow)
+        self._run(self._installer, work, self._after_grow)
+
+    def _run(self, pool: ThreadPoolExecutor, work: Callable[[], Any], after: After) -> None:
+        if not self._is_closed:
+            run_in(pool, work, lambda done: None if self._is_closed else after(done))
 
     def _after_load(self, digest: str, loaded: "asyncio.Future[LoadedVariant]") -> None:
         error = loaded.exception()
@@ -171,11 +185,7 @@ def _slot_bytes(shape: SlotShape) -> int:
     return max(1, shape.nbytes)
 
 
-def run_in(
-    pool: ThreadPoolExecutor,
-    work: Callable[[], Any],
-    after: "Callable[[asyncio.Future[Any]], None]",
-) -> None:
+def run_in(pool: ThreadPoolExecutor, work: Callable[[], Any], after: After) -> None:
     """Runs `work` on a pool, then `after` on the event loop that this is called on."""
 
     def done(future: "asyncio.Future[Any]") -> None:

@@ -30,6 +30,7 @@ from .states import (
     QueueFull,
     Runner,
     Ticket,
+    TooMany,
     VariantStats,
     WaitedTooLong,
 )
@@ -70,6 +71,10 @@ class Router:
 
     def phase(self, digest: str) -> Phase:
         return self._residency.phase(digest)
+
+    def knows(self, digest: str) -> bool:
+        """Whether it is a variant of the family, or one that left it and is not gone yet."""
+        return digest in self._variants
 
     def stats(self) -> dict[str, VariantStats]:
         """Every variant of the family, and those that left it but are not gone yet."""
@@ -137,7 +142,8 @@ class Router:
         """Takes requests in, all of them or none.
 
         Raises:
-            QueueFull: they do not all fit in the queues.
+            QueueFull: they do not all fit in the queues now.
+            TooMany: they would not if nothing else was there.
             NotServed: the variant was unloaded or has left the family.
             VariantUnavailable: a load failed a moment ago; it is tried again after the back-off.
         """
@@ -161,6 +167,10 @@ class Router:
         for digest, count in counts.items():
             most = limits.max_variant_queue or limits.max_queue
             asked.append((" for this model", self._num_waiting(digest), count, most))
+        for _, _, count, most in asked:
+            if count > most + limits.max_running:
+                most += limits.max_running
+                raise TooMany(f"{count} sequences at once, the server takes {most}; ask for fewer")
         for whose, waiting, count, most in asked:
             if waiting + count > most + free:
                 raise QueueFull(f"{waiting} requests{whose} wait, the limit is {most}; try later")

@@ -2,6 +2,7 @@
 signal.
 """
 
+import asyncio
 import logging
 import socket
 import sys
@@ -28,11 +29,12 @@ from .states import Limits
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MAX_QUEUE = 256
+DEFAULT_MAX_QUEUE = 512
 DEFAULT_MAX_WAIT_SECONDS = 300.0
 DEFAULT_MAX_RUNNING = {"cpu": 16, "cuda": 128}
-# How long a stop waits for open requests.
-DRAIN_SECONDS = 30
+# How long a stop waits for open requests; after the last ones their connections are cut.
+DRAIN_SECONDS = 25
+LAST_SECONDS = 5
 
 
 class Server(uvicorn.Server):
@@ -56,6 +58,19 @@ class Server(uvicorn.Server):
             sys.stderr.write(f"soupkit serves {names} on http://{host}:{port}\n")
             sys.stderr.flush()
 
+    async def shutdown(self, sockets: Any = None) -> None:
+        """As uvicorn's, but those that would be cut are told before."""
+        self._service.draining = True
+        ending = asyncio.create_task(self._end_late())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_late(self) -> None:
+        await asyncio.sleep(DRAIN_SECONDS)
+        self._service.end_open()
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._service.draining = True
         super().handle_exit(sig, frame)
@@ -76,7 +91,7 @@ def make_server(
         port=port,
         log_level="warning",
         lifespan="on",
-        timeout_graceful_shutdown=DRAIN_SECONDS,
+        timeout_graceful_shutdown=DRAIN_SECONDS + LAST_SECONDS,
     )
     return Server(config, service)
 
@@ -115,6 +130,7 @@ def build_service(
     default = torch.float32 if target.type == "cpu" else checkpoint.main_dtype
     model = load_model(checkpoint.path, device=target, dtype=_dtype(dtype, default))
     running = max_running or DEFAULT_MAX_RUNNING.get(target.type, DEFAULT_MAX_RUNNING["cpu"])
+    queue = max_queue or DEFAULT_MAX_QUEUE
     bank = bank_of(model)
     if cache_bytes is None:
         manifests = catalog.manifests().values()
@@ -132,7 +148,9 @@ def build_service(
         host_bytes=host_cache_bytes,
         limits=Limits(
             max_running=running,
-            max_queue=max_queue or DEFAULT_MAX_QUEUE,
+            max_queue=queue,
+            # A flood for one model leaves room for the others.
+            max_variant_queue=-(-queue // 2),
             max_wait_seconds=max_wait_seconds or DEFAULT_MAX_WAIT_SECONDS,
             auto_pin=auto_pin,
         ),
@@ -243,10 +261,12 @@ def run(
             variants and a quarter more, but no more than half of the free memory.
         host_cache_bytes: what variants may hold in host memory, from where they come back to the
             device without a read; of no use on a CPU.
-        pin: variants that are loaded at the start and never evicted.
+        pin: variants that are loaded at the start and never evicted, the most important first: one
+            slot is always for others.
         auto_pin: so many of the most asked for are not evicted either.
         max_running: sequences in one batch; 16 on CPUs, 128 on GPUs by default.
-        max_queue: requests that may wait beyond those that run; more get 429; 256 by default.
+        max_queue: requests that may wait beyond those that run, half of them for one model; more
+            get 429; 512 by default.
         max_wait_seconds: how long they may wait; then they get 503; 300 by
             default.
         api_key_file: file with one key a line; without it everyone who reaches the port may ask.

@@ -6,6 +6,7 @@ thread computes prompt log-probabilities; the engine has its own.
 
 import asyncio
 import contextlib
+import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -31,6 +32,8 @@ from .sampling import Token
 from .states import BASE_DIGEST, Limits, NotServed, Phase, Ticket, VariantStats
 
 TICK_SECONDS = 0.5
+
+logger = logging.getLogger(__name__)
 
 
 class Service:
@@ -59,7 +62,8 @@ class Service:
         self.loader.router = self.router
         self.draining = False
         self.texts = Texts(catalog, base)
-        self.pinned = set(pin)  # names; `follow_family` after a change
+        # Names, the most important first; those without a variant now keep their place.
+        self.pins = dict.fromkeys(pin)
         self._open: set[Generation] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticker: asyncio.Task[None] | None = None
@@ -70,6 +74,7 @@ class Service:
         self.engine.start()
         self.loader.reserve()
         self.follow_family()
+        self._tell_pins_too_many()
         self._ticker = asyncio.create_task(self._tick())
 
     async def stop(self) -> None:
@@ -78,6 +83,8 @@ class Service:
             self._ticker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._ticker
+        self.draining = True
+        self.end_open()
         await asyncio.to_thread(self.engine.close)
         self.loader.close()
         self._scorer.shutdown(wait=False, cancel_futures=True)
@@ -88,8 +95,9 @@ class Service:
 
     @property
     def base_name(self) -> str:
-        """The base's folder name, unless a variant has it: that name is the variant's then."""
-        return BASE_NAME if self._folder_name in self.catalog.variants else self._folder_name
+        """The base's folder name, unless a variant has it, even if unloaded; it is that one's."""
+        taken = self._folder_name in self.catalog.family.variants
+        return BASE_NAME if taken else self._folder_name
 
     def names(self) -> list[str]:
         """Model ids, the base's own first."""
@@ -170,15 +178,21 @@ class Service:
         elif generation.engine_key is not None:
             self.engine.cancel(generation.engine_key)
 
-    def open_of(self, digest: str) -> list[Generation]:
-        """The requests for a variant that are not over, waiting or running."""
-        return [generation for generation in self._open if generation.digest == digest]
+    @property
+    def open(self) -> tuple[Generation, ...]:
+        """The requests that are not over, waiting or running."""
+        return tuple(self._open)
 
     def abort(self, generation: Generation, error: ServingError) -> None:
         """Ends a request early; its client is told why."""
         if not generation.over and not generation.cancelled:
             generation.events.put_nowait(error)
             self.cancel(generation)
+
+    def end_open(self) -> None:
+        """Ends all that is open; its clients are told that the server stops."""
+        for generation in list(self._open):
+            self.abort(generation, ServingError("the server is stopping; ask again later"))
 
     # The router's Runner. It must not call back, so results come through the event loop.
 
@@ -217,6 +231,8 @@ class Service:
             generation.engine_key = self.engine.submit(generation.job, slot, deliver)
         except (ServingError, ValueError) as error:
             self._end(generation, ServingError(str(error)))
+        except Exception as error:  # noqa: BLE001  # no fault may leave a request without an end
+            self._end(generation, ServingError(self.reasons.of(error)))
 
     def _deliver(self, generation: Generation, event: Token | End) -> None:
         """On the engine's thread."""
@@ -257,18 +273,39 @@ class Service:
         if self.catalog.refresh():
             self.follow_family()
 
+    def pin(self, name: str, *, pinned: bool) -> None:
+        """Pins a variant, behind those that are pinned already, or lets it be evicted."""
+        if pinned:
+            self.pins.setdefault(name)
+        else:
+            self.pins.pop(name, None)
+        self.follow_family()
+
     def follow_family(self) -> None:
         """Tells the router which variants are served and pinned now."""
         variants = self.catalog.variants
         self.metrics.keep([self.base_name, *variants])
         self.loader.follow(variants.values())
-        pinned = [variants[name].digest for name in sorted(self.pinned) if name in variants]
+        pinned = [variants[name].digest for name in self.pins if name in variants]
         self.router.set_family((ref.digest for ref in variants.values()), pinned)
+
+    def _tell_pins_too_many(self) -> None:
+        residents = self.residents()
+        left = [name for name in self.pins if name in residents and not residents[name].pinned]
+        if left:
+            logger.warning(
+                "not pinned, as one of %d slots is for the others: %s; raise --cache-bytes",
+                self.router.cache.num_slots,
+                ", ".join(left),
+            )
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            self._refresh()
+            try:
+                self._refresh()
+            except Exception:
+                logger.exception("the family could not be looked at")
             self.router.tick()
 
     def _label(self, generation: Generation) -> str:

@@ -44,6 +44,10 @@ class EngineSlots:
         self._ranks.everywhere("load", slot, variant)
         self.salts[slot] = variant.digest.encode()
 
+    def holds(self, slot: int) -> bool:
+        """Whether a variant is in the slot."""
+        return slot in self._bank.slots
+
     def free(self, slot: int) -> None:
         """Empties a slot that nothing uses any more."""
         self._ranks.everywhere("free", slot)

@@ -15,6 +15,10 @@ class QueueFull(ServingError):
     """Too many requests wait already."""
 
 
+class TooMany(ServingError):
+    """More sequences at once than the queues ever take."""
+
+
 class NotServed(ServingError):
     """The variant left the family or was unloaded."""
 
