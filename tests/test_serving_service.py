@@ -258,7 +258,7 @@ def test_a_variant_renamed_while_it_is_read_is_read_by_its_new_name(copy: Path) 
     asyncio.run(run())
 
 
-# SV3, SV26: what is unloaded is gone, whatever content the name had when its requests came.
+# SV03, SV26: what is unloaded is gone, whatever content the name had when its requests came.
 @pytest.mark.parametrize("seconds", [0.0, WAIT])
 def test_an_unload_ends_requests_for_older_contents_of_the_name(
     root: Path, copy: Path, seconds: float
