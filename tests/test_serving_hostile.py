@@ -1,5 +1,7 @@
 """Bodies that are wrong, hostile or huge: a client error that names the field, and nothing else."""
 
+import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -7,8 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from serving_kit import CONTEXT, WAIT, make_family, serving
+from serving_kit import CONTEXT, WAIT, make_family, serving, wait_for
 
+from soupkit.serving import gate
 from soupkit.serving.gate import MAX_BODY_BYTES
 
 
@@ -170,3 +173,40 @@ def test_a_long_text_does_not_hold_up_the_streams_of_others(url: str) -> None:
             assert list(lines)[-1] == "data: [DONE]"
             assert not refused.done(), "the stream waited for the long text"
         assert refused.result().json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_body_that_never_ends_is_given_up(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "BODY_SECONDS", 0.3)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    with serving(root) as (server, url):
+        for length in (b"content-length: 1000\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n7\r\n"):
+            with socket.create_connection(server.address, timeout=WAIT) as client:
+                client.sendall(head + length + b'{"model')
+                # One whose other end is gone is noticed by the system.
+                wait_for(lambda: server.server_state.connections, "it is connected")
+                (connection,) = server.server_state.connections
+                kept = connection.transport.get_extra_info("socket")
+                assert kept.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                with client.makefile("rb") as file:
+                    answer = file.read()
+                assert answer.startswith(b"HTTP/1.1 408 ")
+                assert b"did not come within 0.3 seconds" in answer
+            wait_for(lambda: not server.server_state.connections, "it is closed")
+        # An answer may take longer than that.
+        load = server._service.catalog.load
+        server._service.catalog.load = lambda ref: (time.sleep(0.6), load(ref))[1]
+        body = {"model": "linear", "prompt": "x", "max_tokens": 3}
+        for stream in (False, True):
+            answer = httpx.post(
+                f"{url}/v1/completions", json=body | {"stream": stream}, timeout=WAIT
+            )
+            assert answer.status_code == 200
+
+
+def test_a_header_without_end_is_cut_off(url: str) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=WAIT) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nx: ")
+        with pytest.raises(OSError, match="reset by peer|Broken pipe"):  # noqa: RUF043
+            client.sendall(b"x" * 50_000_000)
+    assert httpx.get(f"{url}/ready").status_code == 200

@@ -392,6 +392,45 @@ def test_a_process_says_when_it_is_ready_and_drains_on_sigterm(root: Path) -> No
         process.stderr.close()
 
 
+# Cut connections tell nobody why.
+def test_what_a_stop_does_not_wait_for_is_told(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "DRAIN_SECONDS", 0.3)
+    release, seen = threading.Event(), threading.Event()
+    with serving(root) as (server, url), ThreadPoolExecutor(2) as pool:
+        service = server._service
+        load, submit = service.catalog.load, service.engine.submit
+
+        def slow_load(ref: Any) -> Any:
+            seen.set()
+            assert release.wait(WAIT)
+            return load(ref)
+
+        def endless(job: Any, slot: int, deliver: Any) -> str:
+            left = iter([deliver])
+            return submit(job, slot, lambda event: next(left, lambda _: None)(event))
+
+        service.catalog.load, service.engine.submit = slow_load, endless
+        body = {"model": "linear", "prompt": "x", "max_tokens": 100, "ignore_eos": True}
+        waiting = [
+            pool.submit(
+                httpx.post, f"{url}/v1/completions", json=body | {"stream": stream}, timeout=WAIT
+            )
+            for stream in (False, True)
+        ]
+        assert seen.wait(WAIT)
+        wait_for(lambda: service.router.num_waiting == 2, "both wait")
+        body |= {"model": "base", "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=WAIT) as stream:
+            lines = (line for line in stream.iter_lines() if line)
+            next(lines)
+            server.handle_exit(signal.SIGTERM, None)
+            assert "the server is stopping" in list(lines)[-1]
+        for future in waiting:
+            assert future.result().status_code == 503
+            assert "the server is stopping" in future.result().json()["error"]["message"]
+        release.set()
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [

@@ -1,5 +1,6 @@
-"""What every request passes before a route sees it: keys, and a bound on its body."""
+"""What every request passes before a route sees it: keys, and bounds on its body."""
 
+import asyncio
 import hashlib
 import hmac
 import math
@@ -14,6 +15,8 @@ from .openai import ApiError
 
 # Room for the longest prompts of a few contexts; parsing more would delay everyone.
 MAX_BODY_BYTES = 8 << 20
+# A client that is gone without a word would hold its part of a body for ever.
+BODY_SECONDS = 120.0
 LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 ADMIN_PATHS = frozenset({LOAD_PATH, UNLOAD_PATH})
 
@@ -35,15 +38,24 @@ class Gate:
         refusal = self._refusal(scope)
         if refusal is not None:
             return await error_response(refusal)(scope, receive, send)
-        num_bytes = 0
+        num_bytes, is_whole = 0, False
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + BODY_SECONDS
 
         async def receive_bounded() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
+            nonlocal num_bytes, is_whole
+            if is_whole:
+                return await receive()
+            try:
+                got = await asyncio.wait_for(receive(), deadline - loop.time())
+            except asyncio.TimeoutError:
+                message = f"the body did not come within {BODY_SECONDS:g} seconds; send it at once"
+                raise HTTPException(408, message, {"connection": "close"}) from None
+            is_whole = not got.get("more_body", False)
+            num_bytes += len(got.get("body", b""))
             if num_bytes > MAX_BODY_BYTES:
                 raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-            return message
+            return got
 
         return await self._app(scope, receive_bounded, send)
 

@@ -53,6 +53,10 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
         if self.started:
+            for server in self.servers:
+                for listener in server.sockets:
+                    # Of connections too: those whose other end has gone do not stay for ever.
+                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             host, port = self.address
             names = ", ".join(self._service.names())
             sys.stderr.write(f"soupkit serves {names} on http://{host}:{port}\n")
@@ -89,6 +93,7 @@ def make_server(
         create_app(service, keys=keys, admin_keys=admin_keys),
         host=host,
         port=port,
+        http="h11",  # bounds a header
         log_level="warning",
         lifespan="on",
         timeout_graceful_shutdown=DRAIN_SECONDS + LAST_SECONDS,
