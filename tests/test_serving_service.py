@@ -512,3 +512,23 @@ def test_one_larger_than_the_budget_is_refused_and_evicts_nobody(copy: Path) -> 
             assert {stats[name].evictions for name in stats} == {0}
 
     asyncio.run(run())
+
+
+def test_a_slot_that_could_not_be_emptied_keeps_no_growth_from_happening(
+    root: Path, copy: Path, slot_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    list_variants(copy, {"linear": "linear", "norms": "norms"})
+
+    async def run() -> None:
+        async with started(copy, cache_bytes=slot_bytes) as service:
+            for generation in ask(service, "linear", "norms"):
+                assert (await ending(generation))[1] == End("length")
+            list_variants(copy, {"rich": "rich", "linear": "linear"})
+            # Only one such slot fits: the second variant has to go from its own.
+            fault = FailsOnce(monkeypatch, Engine, "free", at=1)
+            (large,) = ask(service, "rich")
+            assert await ending(large) == (expected(root, "rich"), End("length"))
+            assert fault.left < 0
+            assert service.router.cache.num_slots == 1
+
+    asyncio.run(run())

@@ -111,8 +111,7 @@ class Loader:
         self._metrics.evictions.inc(len(evicted))
 
         def work() -> None:
-            # Also what an eviction that failed has left there.
-            if self._engine.holds(slot):
+            if slot in self._engine.occupied:
                 self._engine.free(slot)
             self._engine.load(slot, loaded)
 
@@ -125,8 +124,12 @@ class Loader:
     def grow(self, num_slots: int, slot_bytes: int) -> None:
         shape = self._shape
         assert _slot_bytes(shape) == slot_bytes
+        cache = self.router.cache
+        kept = {cache.slot(digest) for digest in cache.digests}
 
         def work() -> SlotShape:
+            for slot in self._engine.occupied - kept:  # an eviction failed
+                self._engine.free(slot)
             self._engine.reserve(num_slots, shape)
             return shape
 

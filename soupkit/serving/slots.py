@@ -44,9 +44,10 @@ class EngineSlots:
         self._ranks.everywhere("load", slot, variant)
         self.salts[slot] = variant.digest.encode()
 
-    def holds(self, slot: int) -> bool:
-        """Whether a variant is in the slot."""
-        return slot in self._bank.slots
+    @property
+    def occupied(self) -> frozenset[int]:
+        """The slots that hold a variant."""
+        return self._bank.slots
 
     def free(self, slot: int) -> None:
         """Empties a slot that nothing uses any more."""
