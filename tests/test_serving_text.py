@@ -8,7 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving_kit import make_tokenizer
+from serving_kit import SPECIAL, make_tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from soupkit.serving.sampling import Chooser, Sampling, Token, choose, describe
 from soupkit.serving.text import TextStream
@@ -131,3 +133,79 @@ def test_half_a_character_at_the_end_is_given_out_as_it_is() -> None:
     stream = TextStream(TOKENIZER)
     assert stream.push(ids[0]) == ""
     assert stream.finish() == "\ufffd"
+
+
+def make_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama 2, Mistral and Gemma have it: what is no word is spelled by tokens of one byte."""
+    words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "b", "."]
+    vocab = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+FALLBACK = make_fallback_tokenizer()
+
+
+def spelled(text: str) -> list[int]:
+    """A token for each byte."""
+    return [FALLBACK.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in text.encode()]
+
+
+def streamed(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[str]:
+    stream = TextStream(tokenizer)
+    return [*(stream.push(token) for token in ids), stream.finish()]
+
+
+# Of four emojis in a row the fourth came out as replacement characters.
+@given(text=st.text(st.sampled_from("é漢🙂𝄞"), max_size=12), word=st.sampled_from(["▁a", "b"]))
+@settings(max_examples=100, deadline=None)
+def test_characters_spelled_in_bytes_come_whole_and_at_once(text: str, word: str) -> None:
+    ids = [*spelled(text), FALLBACK.convert_tokens_to_ids(word), *spelled(text)]
+    pieces = streamed(FALLBACK, ids)
+    assert "".join(pieces) == FALLBACK.decode(ids)
+    assert [piece for piece in pieces if piece][: len(text)] == list(text)
+
+
+def test_bytes_that_are_no_text_take_nothing_back() -> None:
+    stray = FALLBACK.convert_tokens_to_ids("<0xFF>")
+    pieces = streamed(FALLBACK, [*spelled("🙂"), stray, FALLBACK.convert_tokens_to_ids("b")])
+    assert "".join(pieces) == "🙂\ufffdb"
+
+
+@given(ids=st.lists(st.integers(len(SPECIAL), len(TOKENIZER) - 1), max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_any_bytes_join_to_what_they_are_at_once(ids: list[int]) -> None:
+    assert "".join(streamed(TOKENIZER, ids)) == TOKENIZER.decode(ids)
+
+
+class Counting:
+    """Counts the tokens that are decoded."""
+
+    tokens = 0
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        self.tokens += len(token_ids)
+        return str(TOKENIZER.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+
+# Thousands of them held the event loop for minutes, and their client got nothing until the end.
+@pytest.mark.parametrize("text", ["\ufffd", "\u00e9"])
+@pytest.mark.parametrize("part", ["all", "last byte", "end of text"])
+def test_what_is_no_text_yet_is_not_decoded_again_and_again(text: str, part: str) -> None:
+    ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    again = {"all": ids, "last byte": ids[-1:], "end of text": [TOKENIZER.eos_token_id]}[part]
+    ids, tokenizer = (ids + again * 500), Counting()
+    stream = TextStream(tokenizer)
+    pieces = [stream.push(token) for token in ids]
+    assert tokenizer.tokens < 60 * len(ids)
+    wanted = TOKENIZER.decode(ids, skip_special_tokens=True)
+    assert "".join(pieces) + stream.finish() == wanted
+    assert len("".join(pieces)) >= len(wanted) - 4

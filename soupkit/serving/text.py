@@ -2,15 +2,18 @@
 
 Text is given out only when later tokens can no longer change it: half of a UTF-8 character, and a
 tail that could still become a stop string, are held back. Pieces join to the same text as decoding
-at once.
+at once, but for a tokenizer that takes back whole characters where bytes after them are no text.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
 # Tokens of context decoded before each new one, so that spacing between words comes out right.
 CONTEXT_TOKENS = 6
+# Of UTF-8. A token adds at least one or no text at all, so what is further back is decided.
+CHARACTER_BYTES = 4
 
 
 class Tokenizer(Protocol):
@@ -30,6 +33,8 @@ class TextStream:
         self._ids: list[int] = []
         self._begin = 0  # first token of the context
         self._read = 0  # tokens before it are in text that was taken
+        # Ends of what was taken at a time, after `_begin`: only there no character is cut in two.
+        self._ends: deque[int] = deque()
         self._held = ""  # taken, but may be the beginning of a stop string
 
     def push(self, token_id: int) -> str:
@@ -37,21 +42,48 @@ class TextStream:
         if self.stopped:
             return ""
         self._ids.append(token_id)
-        known = self._decode(self._ids[self._begin : self._read])
-        text = self._decode(self._ids[self._begin :])
+        known, text = self._texts()
+        end = len(self._ids)
         if text.endswith(REPLACEMENT) or len(text) <= len(known):
-            return ""
-        self._begin = max(self._begin, self._read - CONTEXT_TOKENS) if self._read else 0
-        self._read = len(self._ids)
+            end = self._decided(text)
+            text = self._decode(self._ids[self._begin : end])
+            if text == known:
+                # Tokens without text: kept, they would push the words before them out of sight.
+                del self._ids[self._read : end]
+                return ""
+        self._read = end
+        self._ends.append(end)
+        while self._ends[0] <= end - CONTEXT_TOKENS:
+            self._begin = self._ends.popleft()
         return self._give(self._held + text[len(known) :], final=False)
 
     def finish(self) -> str:
         """The rest, whatever it is: no token will follow."""
         if self.stopped:
             return ""
+        known, text = self._texts()
+        return self._give(self._held + text[len(known) :], final=True)
+
+    def _texts(self) -> tuple[str, str]:
+        """The text of the tokens since `_begin` that were taken, and of all."""
         known = self._decode(self._ids[self._begin : self._read])
         text = self._decode(self._ids[self._begin :])
-        return self._give(self._held + text[len(known) :], final=True)
+        if not text.startswith(known):
+            # What was given out cannot be taken back: the rest is read alone.
+            self._begin = self._read
+            self._ends.clear()
+            known, text = "", self._decode(self._ids[self._begin :])
+        return known, text
+
+    def _decided(self, text: str) -> int:
+        """The end of those tokens not taken yet whose text no later token can change."""
+        last = len(self._ids) - CHARACTER_BYTES
+        # One of so many neighbours is no place inside a character.
+        for end in range(last, max(self._read, last - CHARACTER_BYTES), -1):
+            before, after = self._ids[self._begin : end], self._ids[end:]
+            if self._decode(before) + self._decode(after) == text:
+                return end
+        return self._read
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
