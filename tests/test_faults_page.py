@@ -1,5 +1,5 @@
-"""Every row of the design's pages of faults that others met is named by a test, or CONTRIBUTING says
-why none can be: TB.. of training, SV.. of serving, and the rules R.. that follow for a server.
+"""Every row of the design's pages of faults that others met is named by a test, or CONTRIBUTING
+says why none can be: TB.. of training, SV.. of serving, and the rules R.. that follow for a server.
 """
 
 import re
