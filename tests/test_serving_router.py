@@ -122,6 +122,25 @@ def test_sv20_a_pinned_variant_is_loaded_at_once_and_never_evicted() -> None:
         assert "a" in router.cache
 
 
+def test_sv20_a_pin_that_cannot_be_loaded_gives_its_place_to_the_next() -> None:
+    router, fake, clock = make(slot_bytes=50)
+    router.set_family(NEEDS, pinned=["a", "b"])
+    assert fake.loading == ["a"]
+    fake.loading.remove("a")
+    router.load_failed("a", "the file is gone")
+    router.tick()
+    assert fake.loading == ["b"]
+    fake.arrives("b")
+    clock.now += 10.0
+    # A try alone changes nothing, a success does.
+    ask(router, "a")
+    router.tick()
+    assert router.cache.pinned == ("b",)
+    fake.arrives("a")
+    router.tick()
+    assert router.cache.pinned == ("a",)
+
+
 def test_sv20_the_most_asked_for_is_pinned_and_does_not_flap() -> None:
     router, fake, clock = make(replace(LIMITS, auto_pin=1), slot_bytes=50)
     for digest in "aab":

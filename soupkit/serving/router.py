@@ -248,6 +248,8 @@ class Router:
     def _follow(self) -> None:
         """After a change of the family, of pins or of traffic."""
         pins = [digest for digest in self._pins if digest in self._known]
+        # One that cannot be loaded holds no place that the next could have.
+        pins.sort(key=lambda digest: self._variants[digest].failures > 0)
         others = self._known.intersection(self.cache.digests).difference(pins)
         rates = {digest: self._rates.rate(digest) for digest in others}
         self._auto_pins = choose_pins(rates, self._auto_pins, count=self.limits.auto_pin)
