@@ -43,7 +43,9 @@ def serve(
         int, typer.Option(help="So many of the most asked for are not evicted.", min=0)
     ] = 0,
     max_running: Annotated[int | None, typer.Option(help="Requests generated at a time.")] = None,
-    max_queue: Annotated[int | None, typer.Option(help="Requests waiting before 429.")] = None,
+    max_queue: Annotated[
+        int | None, typer.Option(help="Requests waiting before 429, half of them for one model.")
+    ] = None,
     max_wait: Annotated[
         float | None, typer.Option(help="Seconds that a request may wait before 503.")
     ] = None,
