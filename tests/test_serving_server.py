@@ -38,7 +38,7 @@ from serving_kit import (
 
 from soupkit.errors import ServingError
 from soupkit.serving import server as server_module
-from soupkit.serving.jobs import Generation
+from soupkit.serving.jobs import End, Generation
 from soupkit.serving.sampling import Token
 
 
@@ -406,11 +406,11 @@ def test_what_a_stop_does_not_wait_for_is_told(root: Path, monkeypatch: pytest.M
             return load(ref)
 
         def endless(job: Any, slot: int, deliver: Any) -> str:
-            left = iter([deliver])
-            return submit(job, slot, lambda event: next(left, lambda _: None)(event))
+            return submit(job, slot, lambda event: isinstance(event, End) or deliver(event))
 
         service.catalog.load, service.engine.submit = slow_load, endless
-        body = {"model": "linear", "prompt": "x", "max_tokens": 100, "ignore_eos": True}
+        body = {"model": "linear", "prompt": "x", "max_tokens": 100, "temperature": 0}
+        body["ignore_eos"] = True
         waiting = [
             pool.submit(
                 httpx.post, f"{url}/v1/completions", json=body | {"stream": stream}, timeout=WAIT
@@ -422,7 +422,7 @@ def test_what_a_stop_does_not_wait_for_is_told(root: Path, monkeypatch: pytest.M
         body |= {"model": "base", "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=WAIT) as stream:
             lines = (line for line in stream.iter_lines() if line)
-            next(lines)
+            assert next(lines).startswith("data: ")
             server.handle_exit(signal.SIGTERM, None)
             assert "the server is stopping" in list(lines)[-1]
         for future in waiting:
