@@ -14,8 +14,9 @@ from soupkit.serving import layers
 from soupkit.serving.layers import VariantBank, ties
 
 
+@pytest.mark.slow
 @torch.no_grad()
-def test_a_batch_of_all_variants_equals_the_dense_models(
+def test_slice_a_batch_of_all_variants_equals_the_dense_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layers, "why_not", lambda *_: None)

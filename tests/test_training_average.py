@@ -487,8 +487,9 @@ def rest(tmp_path_factory):
     return found_by_two_ranks(SLOW, tmp_path_factory.mktemp("rest"), timeout=900)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
-def test_tb21_tb26_under_every_strategy_it_is_numpys_and_training_does_not_see_it(quick, name):
+def test_slice_tb21_tb26_under_strategies_it_is_numpys_and_training_does_not_see_it(quick, name):
     """On two ranks, in all places; stored by rank 0 and gone on with; swapped in for an evaluation
     that ends well, fails on one rank, or is interrupted on one.
     """
