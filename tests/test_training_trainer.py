@@ -521,6 +521,24 @@ def test_a_run_too_short_to_merge_is_told_so_at_once(base, tmp_path, capfd, ever
     assert ("nothing will be merged" in capfd.readouterr().err) is says
 
 
+def test_a_resumed_run_that_has_nothing_left_to_train_exports_without_advice(
+    base, tmp_path, capfd
+):
+    """No steps are left, none are taken: how recipes/trainer_sft.py repeats an export that failed."""
+    make_trainer(base, tmp_path / "run", [SoupCallback(UNGATED)], **SAVE).train()
+    trained = weights_of(load(tmp_path / "run" / "checkpoint-8"))
+    capfd.readouterr()
+    export = ExportConfig(family=tmp_path / "family", name="again", encoding="raw")
+    again = make_trainer(
+        base, tmp_path / "run", [SoupCallback(UNGATED, export=export)], max_steps=-1,
+        num_train_epochs=0, **SAVE,
+    )  # fmt: skip
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-8"))
+    assert "nothing will be merged" not in capfd.readouterr().err
+    restore(tmp_path / "family", "again", out=tmp_path / "dense")
+    assert_equal_weights(weights_of(load(tmp_path / "dense")), trained)
+
+
 def test_a_metric_that_no_evaluation_gives_is_named_once(base, tmp_path, capfd):
     config = SoupConfig(merge_every_n_steps=2, gate="none", metric_for_best="eval_acuracy")
     settings = {"eval_strategy": "steps", "eval_steps": 1}

@@ -122,7 +122,9 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
             check=self._export_check(trainer),
         )
         self._run = run
-        if run.ranks.is_zero and (advice := _advice(self.config, int(state.max_steps))):
+        has_steps_left = state.max_steps > step
+        advice = _advice(self.config, int(state.max_steps)) if has_steps_left else None
+        if run.ranks.is_zero and advice:
             say(advice)
         if step > 0 and run.is_due(step) and run.state.step < step:
             # The checkpoint was written at a merge point before the merge (just-in-time checkpoints
