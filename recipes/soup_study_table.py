@@ -59,7 +59,8 @@ def cells(runs: Runs) -> dict[str, dict[str, Cell]]:
 
 def _ordered(seeds: list[dict[str, Result]]) -> list[str]:
     names = dict.fromkeys(name for found in seeds for name in found)
-    return [PLAIN, BEST, LAST, *(name for name in names if name not in (PLAIN, BEST, LAST))]
+    first = [name for name in (PLAIN, BEST, LAST) if name in names]
+    return [*first, *(name for name in names if name not in first)]
 
 
 def _cell(seeds: list[dict[str, Result]], arm: str) -> Cell:

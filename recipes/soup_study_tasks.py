@@ -197,11 +197,11 @@ def smollm2(source: str, *, quick: bool) -> Setting:
     half = len(held_out) // 2
     return Setting(
         base=source,
-        steps=6 if quick else 30,
+        steps=6 if quick else 24,
         merge_every=2 if quick else 6,
         learning_rate=1e-4,
         examples={"ample": 10**9, "scarce": 1_000},
         batches=_code_batches(ids(code[:cut]), 4),
-        gate=_taken(held_out[:half], seed=1, size=8, count=1 if quick else 4),
-        test=_taken(held_out[half:], seed=2, size=8, count=1 if quick else 8),
+        gate=_taken(held_out[:half], seed=1, size=8, count=1 if quick else 2),
+        test=_taken(held_out[half:], seed=2, size=8, count=1 if quick else 6),
     )
