@@ -132,6 +132,24 @@ def test_a_resumed_run_goes_on_with_the_average_bit_for_bit(base, tmp_path, plac
     assert kept == [f"average-{step:08d}.safetensors" for step in (2, 4, 6, 8)]
 
 
+@pytest.mark.parametrize(
+    ("averages", "lines"), [("worse worse worse worse", 1), ("worse worse better worse worse", 0)]
+)
+def test_an_average_that_keeps_losing_gives_one_line_of_advice(
+    base, tmp_path, capfd, averages, lines
+):
+    verdicts = averages.split()
+    scores = iter([score for one in verdicts for score in (1.0, 2.0 if one == "worse" else 0.5)])
+    model = load(base)
+    config = SoupConfig(method="ema", merge_every_n_steps=2)
+    soup = Soup(model, config=config, evaluate=lambda: next(scores), output_dir=tmp_path)
+    for _ in range(2 * len(verdicts)):
+        soup.step()
+    said = [line for line in capfd.readouterr().err.splitlines() if "lower ema_decay" in line]
+    assert len(said) == lines
+    assert all("3 times in a row" in line for line in said)
+
+
 def test_rotated_checkpoints_take_their_averages_along(base, tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
     make_trainer(base, tmp_path, [SoupCallback(CONFIG)], **settings).train()
