@@ -131,7 +131,7 @@ class Run:
     def fed_back(self, name: str, config: SoupConfig) -> Result:
         """Train with merges in the loop."""
         model = self.setting.model()
-        soup = self.soup(model, name, config, Scores(model, self.setting.gate))
+        soup = self.soup(model, name, config, Scores(model, self.setting.gate(self.seed)))
         self.train(model, lambda step: soup.step() and None)
         soup.finish()
         return result_of(soup, mean_loss(model, self.setting.test))
@@ -139,7 +139,7 @@ class Run:
     def shared(self, configs: dict[str, SoupConfig]) -> dict[str, Result]:
         """Train without merging, with all side soups beside it."""
         setting, model = self.setting, self.setting.model()
-        gate, test = Scores(model, setting.gate), Scores(model, setting.test)
+        gate, test = Scores(model, setting.gate(self.seed)), Scores(model, setting.test)
         soups = {name: self.soup(model, name, config, gate) for name, config in configs.items()}
         kept: dict[Path, tuple[float, float]] = {}
 

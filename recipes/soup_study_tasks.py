@@ -30,7 +30,8 @@ class Setting:
         base: folder or hub id that every run starts from.
         examples: how many or how much there is to learn from, by the name of the amount.
         batches: an endless stream of training batches, of (amount, seed).
-        gate: batches that score merges. test: batches that judge what a run ends with.
+        gate: batches that score merges, of a seed: chance in them is part of the spread.
+        test: batches that judge what a run ends with; drawn as the gate's are, and none of them.
     """
 
     base: str
@@ -39,7 +40,7 @@ class Setting:
     learning_rate: float
     examples: dict[str, int]
     batches: Callable[[int, int], Iterator[Batch]]
-    gate: list[Batch]
+    gate: Callable[[int], list[Batch]]
     test: list[Batch]
 
     def model(self) -> PreTrainedModel:
@@ -82,7 +83,7 @@ def demo(folder: Path, *, quick: bool) -> Setting:
         learning_rate=3e-3,
         examples={"ample": 2000, "scarce": 24},
         batches=batches,
-        gate=chunks(encode(task.examples(128, seed=2)), 64),
+        gate=lambda seed: chunks(encode(task.examples(128, seed=2 + 1000 * seed)), 64),
         test=chunks(encode(task.examples(500, seed=1)), 100),
     )
 
@@ -135,9 +136,27 @@ def windows(ids: Tensor, *, seed: int, size: int) -> Iterator[Batch]:
         yield {"input_ids": rows, "labels": rows}
 
 
-def _taken(ids: Tensor, *, seed: int, size: int, count: int) -> list[Batch]:
-    stream = windows(ids, seed=seed, size=size)
-    return [next(stream) for _ in range(count)]
+class HeldOut:
+    """Windows that training does not see: the first in a random order are the test's."""
+
+    def __init__(self, ids: Tensor, *, test: int, gate: int) -> None:
+        """Args: test, gate: how many windows, of the one test and of a seed's gate."""
+        rows = ids[: len(ids) // WIDTH * WIDTH].view(-1, WIDTH)
+        self._rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+        self._test, self._gate = test, gate
+
+    def test(self) -> list[Batch]:
+        return self._batches(0, self._test)
+
+    def gate(self, seed: int) -> list[Batch]:
+        """The windows of a seed; IndexError where there are not enough for so many seeds."""
+        return self._batches(self._test + seed * self._gate, self._gate)
+
+    def _batches(self, start: int, count: int) -> list[Batch]:
+        if start + count > len(self._rows):
+            raise IndexError(f"{len(self._rows)} held-out windows: too few for so many seeds")
+        parts = torch.split(self._rows[start : start + count], 16)
+        return [{"input_ids": part, "labels": part} for part in parts]
 
 
 def _code_batches(ids: Tensor, size: int) -> Callable[[int, int], Iterator[Batch]]:
@@ -156,6 +175,7 @@ def text(folder: Path, *, quick: bool) -> Setting:
         train_on_text(to_bytes(docs), base, steps=20 if quick else 300)
     ids = to_bytes(code)
     cut = len(ids) * 9 // 10
+    held_out = HeldOut(ids[cut:], test=80 if quick else 320, gate=32 if quick else 128)
     return Setting(
         base=str(base),
         steps=12 if quick else 150,
@@ -163,8 +183,8 @@ def text(folder: Path, *, quick: bool) -> Setting:
         learning_rate=2e-3,
         examples={"ample": min(900_000, cut), "scarce": 6_000},
         batches=_code_batches(ids[:cut], 4),
-        gate=_taken(ids[cut : cut + len(ids) // 20], seed=1, size=8, count=8),
-        test=_taken(ids[cut + len(ids) // 20 :], seed=2, size=40, count=2 if quick else 6),
+        gate=held_out.gate,
+        test=held_out.test(),
     )
 
 
@@ -193,8 +213,7 @@ def smollm2(source: str, *, quick: bool) -> Setting:
     def ids(text: str) -> Tensor:
         return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    held_out = ids(code[cut:])
-    half = len(held_out) // 2
+    held_out = HeldOut(ids(code[cut:]), test=8 if quick else 64, gate=8 if quick else 32)
     return Setting(
         base=source,
         steps=6 if quick else 24,
@@ -202,6 +221,6 @@ def smollm2(source: str, *, quick: bool) -> Setting:
         learning_rate=1e-4,
         examples={"ample": 10**9, "scarce": 1_000},
         batches=_code_batches(ids(code[:cut]), 4),
-        gate=_taken(held_out[:half], seed=1, size=8, count=1 if quick else 2),
-        test=_taken(held_out[half:], seed=2, size=8, count=1 if quick else 6),
+        gate=held_out.gate,
+        test=held_out.test(),
     )
