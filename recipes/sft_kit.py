@@ -1,4 +1,4 @@
-"""What the four fine-tuning recipes share: flags, data, model, checkpoints, and a CPU to try them on.
+"""What the fine-tuning recipes share: flags, data, model, checkpoints, and a CPU to try them on.
 
 Data: JSON lines of {"prompt": ..., "answer": ...}, or a data set of the hub with two such columns.
 Prompt and answer are tokenised apart, nothing is added but the end of text, and only answers are
@@ -45,11 +45,11 @@ def flags(description: str) -> argparse.ArgumentParser:
     add("--schedule", default="constant_with_warmup", help="or cosine, linear, ...")
     add("--lora-rank", type=int, default=0, help="train an adapter of this rank; 0: all weights")
     add("--merge-every", type=int, default=1000, help="optimizer steps")
-    add("--method", default="svd_mean", help="svd_mean, monosoup, mean, or ema")
+    add("--method", help="svd_mean, monosoup, mean, or ema")
     add("--rank", type=int, help="singular triplets that svd_mean keeps; default: 64")
     add("--energy", type=float, help="share of the squared singular values instead of a rank")
     add("--gate", default="metric", choices=("metric", "none"), help="none: keep every merge")
-    add("--feed-back", action=argparse.BooleanOptionalAction, help="train on from merged weights")
+    add("--feed-back", action="store_true", help="train on from merged weights")
     add("--save-every", type=int, help="optimizer steps; default: as --merge-every")
     add("--resume", action="store_true", help="go on from the newest checkpoint in --out, if any")
     add("--seed", type=int, default=0)
@@ -62,16 +62,14 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options.out = options.out or Path("runs") / options.name
     options.save_every = options.save_every or options.merge_every
     options.warmup = options.steps // 20
+    chosen = ("method", "rank", "energy", "gate", "feed_back", "seed")
+    merging = {name: getattr(options, name) for name in chosen}
     try:
         options.soup = SoupConfig(
             merge_every_n_steps=options.merge_every,
-            method=options.method,
-            rank=options.rank,
-            energy=options.energy,
-            gate=options.gate,
             gate_batches=ALL_BATCHES,
-            feed_back=options.feed_back,
-            seed=options.seed,
+            # What is not given keeps soupkit's default.
+            **{name: value for name, value in merging.items() if value is not None},
         )
         options.export = ExportConfig(options.family, options.name, encoding=options.encoding)
     except ValueError as error:
@@ -92,16 +90,29 @@ def tell(text: str) -> None:
 def read(options: argparse.Namespace) -> list[tuple[str, str]]:
     """(prompt, answer) of every example."""
     prompt, answer = options.columns
-    if Path(options.data).is_file():
-        # Not splitlines(), which also splits at characters that JSON strings may hold.
-        with open(options.data, encoding="utf-8") as lines:
-            rows = [json.loads(line) for line in lines if line.strip()]
-    else:
-        from datasets import load_dataset
+    if Path(options.data).suffix in (".jsonl", ".json"):
+        return list(read_lines(Path(options.data), prompt, answer))
+    from datasets import load_dataset
 
-        name, _, configuration = options.data.partition(":")
-        rows = load_dataset(name, configuration or None, split="train")
+    name, _, configuration = options.data.partition(":")
+    rows = load_dataset(name, configuration or None, split="train")
     return [(row[prompt], row[answer]) for row in rows]
+
+
+def read_lines(path: Path, prompt: str, answer: str) -> Iterator[tuple[str, str]]:
+    if not path.is_file():
+        raise SystemExit(f"--data {path}: there is no such file")
+    # Not splitlines(), which also splits at characters that JSON strings may hold.
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                yield row[prompt] + "", row[answer] + ""
+            except (ValueError, KeyError, TypeError):
+                wanted = json.dumps({prompt: "...", answer: "..."})
+                raise SystemExit(f"{path}, line {number}: needs {wanted}") from None
 
 
 def load_rows(
