@@ -147,9 +147,8 @@ def show(study: Study, settings: dict[str, Setting], out: Path) -> None:
     for task, setting in settings.items():
         default = default_arm(setting)
         print(table(study.runs, task, default=default), end="\n\n")
-        if default:
-            lost = ", ".join(worse(study.runs, task, default)) or "none"
-            print(f"cases where the default ends worse by more than the spread: {lost}\n")
+        lost = ", ".join(worse(study.runs, task, default)) or "none"
+        print(f"cases where the default ends worse by more than the spread: {lost}\n")
     try:
         plot(study.runs, out / "study.png")
     except ImportError:

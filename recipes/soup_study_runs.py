@@ -37,7 +37,7 @@ Result = dict[str, Any]
 def arms(setting: Setting, *, few: bool) -> dict[str, SoupConfig]:
     """Every way to merge, by its name in the table. Args: few: those that a large model can pay."""
     steps, every = setting.steps, setting.merge_every
-    side = {"merge_every_n_steps": every, "feed_back": False, "load_at_end": True}
+    side = {"merge_every_n_steps": every, "feed_back": False}
     fed = {"merge_every_n_steps": every, "feed_back": True}
     ema = {**side, "method": "ema"}
     found = {"ema, ungated": SoupConfig(**ema, gate="none"), "ema": SoupConfig(**ema)}
@@ -55,16 +55,10 @@ def arms(setting: Setting, *, few: bool) -> dict[str, SoupConfig]:
     return found
 
 
-def default_arm(setting: Setting) -> str | None:
+def default_arm(setting: Setting) -> str:
     """Name of the way that SoupConfig's defaults are, but for the steps between merges."""
     default = SoupConfig(merge_every_n_steps=setting.merge_every)
-    same = [name for name, config in arms(setting, few=False).items() if _like(config, default)]
-    return same[0] if same else None
-
-
-def _like(one: SoupConfig, other: SoupConfig) -> bool:
-    fields = set(SoupConfig.__slots__) - {"load_at_end"}
-    return all(getattr(one, field) == getattr(other, field) for field in fields)
+    return next(name for name, config in arms(setting, few=False).items() if config == default)
 
 
 class Scores:

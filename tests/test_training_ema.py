@@ -74,12 +74,13 @@ def test_the_average_is_exported_and_training_never_sees_it(base, tmp_path, ever
     for name, value in averages.items():
         torch.testing.assert_close(value.double(), expected[name], rtol=1e-5, atol=1e-6)
     restore(tmp_path / "f", "x", out=tmp_path / "dense", base=base)
-    dense, start, live = (weights_of(load(p)) for p in (tmp_path / "dense", base, base))
-    live = weights_of(run.model)
+    dense, start = (weights_of(load(path)) for path in (tmp_path / "dense", base))
     name = "model.norm.weight"  # stored as it is, whatever the bits of the others
     assert torch.equal(dense[name], averages[name])
-    assert not torch.equal(dense[name], live[name])
+    assert not torch.equal(dense[name].double(), watched.seen[-1][name])
     assert not torch.equal(dense[name], start[name])
+    # Saving the model saves the average, too.
+    assert torch.equal(weights_of(run.model)[name], averages[name])
 
 
 def test_merge_points_compare_and_the_better_one_is_exported(base, tmp_path, capfd):
@@ -202,7 +203,7 @@ def test_a_run_that_knew_no_soup_begins_its_average_where_it_is(base, tmp_path):
 
 
 def test_a_run_may_change_its_method_when_it_is_resumed(base, tmp_path):
-    merging = SoupConfig(merge_every_n_steps=2, rank=3, gate="none")
+    merging = SoupConfig(merge_every_n_steps=2, rank=3, gate="none", feed_back=True)
 
     def go_on(config, stop, checkpoint):
         callback = SoupCallback(config)

@@ -87,7 +87,7 @@ class SoupRun:
         self._base_stamp = None if base is None else file_stamp(base)
         self._marked: int | None = None
         self._judge = Judge(
-            feed_back=bool(config.feed_back),
+            feed_back=config.feed_back,
             is_gated=scorer.is_gate,
             greater_is_better=config.greater_is_better,
         )

@@ -207,7 +207,7 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
     def _note_missing(self, metrics: dict[str, float]) -> None:
         """Say once that evaluations do not give the metric that is to choose the partner."""
         name, run = self.config.metric_for_best, self._run
-        is_asked = self.config.gate == "none" and self.config.method != "ema"
+        is_asked = self.config.gate == "none" and self.config.feed_back
         if self._has_seen_metric or run is None or not is_asked:
             return
         # With several evaluation sets each comes with an event of its own.
