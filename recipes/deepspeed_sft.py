@@ -6,6 +6,7 @@
 
 import argparse
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,7 +83,9 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=2, choices=(0, 1, 2, 3), help="of ZeRO")
     parser.add_argument("--offload", action="store_true", help="keep what ZeRO cuts in host memory")
     options = parse(parser)
-    if not HAS_GPU:
+    if HAS_GPU:
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    else:
         without_compiler()
     deepspeed.init_distributed()
     config = deepspeed_config(options)

@@ -113,7 +113,8 @@ def main() -> None:
                     continue
                 scheduler.step()
                 soup.step()
-                accelerator.log({"loss": loss.item()}, step=soup.num_steps)
+                scalars = {"loss": loss.item(), "learning_rate": scheduler.get_last_lr()[0]}
+                accelerator.log(scalars, step=soup.num_steps)
                 progress.update(bar, completed=soup.num_steps)
                 if soup.num_steps % options.save_every == 0 or soup.num_steps == options.steps:
                     save()

@@ -28,9 +28,9 @@ seen: list[list[list[int]]] = []
 def strategy_of(model: nn.Module) -> str:
     kinds = {kind.__name__ for kind in type(model).__mro__}
     if "DeepSpeedEngine" in kinds:
-        engine = model
-        offload = " offload" if engine.zero_offload_param() is not None else ""
-        return f"ZeRO-{engine.zero_optimization_stage()}{offload}"
+        place = getattr(model.zero_offload_param(), "device", "none")
+        offload = " offload" if place == "cpu" else ""
+        return f"ZeRO-{model.zero_optimization_stage()}{offload}"
     if "FSDPModule" in kinds:
         return "FSDP2"
     return "DDP" if isinstance(model, DistributedDataParallel) else "plain"
