@@ -91,9 +91,13 @@ def table(runs: Runs, task: str, *, default: str | None = None) -> str:
 
 def _shown(cell: Cell, arm: str) -> str:
     if arm == PLAIN:
-        return f"{cell.loss:.3f} +- {spread(cell.losses):.3f}"
+        return f"{cell.loss:.4f}{_spread(spread(cell.losses))}"
     mark = "! " if cell.is_worse else ""
-    return f"{mark}{cell.difference:+.3f} +- {cell.spread:.3f}"
+    return f"{mark}{cell.difference:+.4f}{_spread(cell.spread)}"
+
+
+def _spread(value: float) -> str:
+    return f" +- {value:.4f}" if math.isfinite(value) else ""
 
 
 def worse(runs: Runs, task: str, arm: str) -> list[str]:
