@@ -90,8 +90,9 @@ def tell(text: str) -> None:
 def read(options: argparse.Namespace) -> list[tuple[str, str]]:
     """(prompt, answer) of every example."""
     prompt, answer = options.columns
-    if Path(options.data).suffix in (".jsonl", ".json"):
-        return list(read_lines(Path(options.data), prompt, answer))
+    path = Path(options.data)
+    if path.is_file() or path.suffix == ".jsonl":
+        return list(read_lines(path, prompt, answer))
     from datasets import load_dataset
 
     name, _, configuration = options.data.partition(":")
