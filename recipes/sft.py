@@ -3,122 +3,128 @@
     accelerate launch --config_file recipes/accelerate_configs/ddp.yaml recipes/sft.py \
         --base base --data train.jsonl --family family --name coder
 
-Data: JSON lines of {"prompt": ..., "answer": ...}; only answers are learned. The last tenth of the
-file is held out: it scores every merge, and one that is not better is undone.
+Every strategy of recipes/accelerate_configs; README.md there has the commands.
 """
 
-import argparse
 import gc
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+    set_seed,
+)
 from rich.progress import Progress
-from torch.nn.utils.rnn import pad_sequence
+from sft_kit import (
+    collate,
+    flags,
+    load_model,
+    load_rows,
+    mark_complete,
+    nothing_lost,
+    parse,
+    without_gpu,
+)
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers import AutoTokenizer, get_scheduler
 
-from soupkit import ExportConfig, SoupConfig
 from soupkit.training import Soup
 
 
-def encode(line: str, tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
-    """(input ids, labels) of one JSON line; labels are -100 on the prompt."""
-    row = json.loads(line)
-    prompt = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
-    answer = tokenizer(row["answer"], add_special_tokens=False)["input_ids"]
-    answer = [*answer, tokenizer.eos_token_id]
-    return torch.tensor(prompt + answer), torch.tensor([-100] * len(prompt) + answer)
-
-
-def collate(rows: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    ids, labels = zip(*rows, strict=True)
-    return {
-        "input_ids": pad_sequence(list(ids), batch_first=True),
-        "labels": pad_sequence(list(labels), batch_first=True, padding_value=-100),
-        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
-    }
-
-
-def endless(loader: DataLoader) -> Iterator[dict[str, torch.Tensor]]:
+def batches(loader: DataLoader, accelerator: Accelerator, start: int) -> Iterator[dict]:
+    """Epoch after epoch, from batch `start` on, in the order of a run that was not interrupted."""
+    epoch, skipped = divmod(start, len(loader))
     while True:
-        yield from loader
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--base", required=True, help="folder or hub id")
-    parser.add_argument("--data", type=Path, required=True, help="JSON lines: prompt, answer")
-    parser.add_argument("--family", type=Path, required=True, help="the family to export into")
-    parser.add_argument("--name", required=True, help="the variant's name")
-    parser.add_argument("--out", type=Path, default=Path("runs/sft"), help="soup state goes here")
-    parser.add_argument("--steps", type=int, default=3000, help="optimizer steps")
-    parser.add_argument("--batch", type=int, default=8, help="sequences per process")
-    parser.add_argument("--accumulate", type=int, default=1, help="batches per optimizer step")
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
-    parser.add_argument("--merge-every", type=int, default=1000, help="optimizer steps")
-    parser.add_argument("--rank", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+        rest = accelerator.skip_first_batches(loader, skipped) if skipped else loader
+        rest.set_epoch(epoch)
+        yield from rest
+        epoch, skipped = epoch + 1, 0
 
 
 def main() -> None:
-    options = arguments()
-    set_seed(options.seed)
+    options = parse(flags(__doc__))
+    without_gpu()
     accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),
-        gradient_accumulation_steps=options.accumulate,
-        project_dir=str(options.out),
+        log_with="tensorboard",
+        project_config=ProjectConfiguration(str(options.out), str(options.out / "runs")),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            options.accumulate, sync_with_dataloader=False
+        ),
+        # Once an optimizer step, however many processes there are.
+        step_scheduler_with_optimizer=False,
+        dataloader_config=DataLoaderConfiguration(
+            use_seedable_sampler=True, data_seed=options.seed
+        ),
     )
+    accelerator.init_trackers("train")
+    set_seed(options.seed)
     tokenizer = AutoTokenizer.from_pretrained(options.base)
-    model = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32)
-    rows = [encode(line, tokenizer) for line in options.data.read_text().splitlines() if line]
-    split = max(1, len(rows) // 10)
-    generator = torch.Generator().manual_seed(options.seed)
-    train = DataLoader(
-        rows[:-split], options.batch, shuffle=True, collate_fn=collate, generator=generator
-    )
-    held_out = DataLoader(rows[-split:], options.batch, collate_fn=collate)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
-    scheduler = get_scheduler("constant_with_warmup", optimizer, options.steps // 20)
+    train_rows, held_out_rows = load_rows(options, tokenizer)
+    model = load_model(options)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0)
+    scheduler = get_scheduler(options.schedule, optimizer, options.warmup, options.steps)
+    train = DataLoader(train_rows, options.batch, shuffle=True, collate_fn=collate)
+    held_out = DataLoader(held_out_rows, options.batch, collate_fn=collate)
     model, optimizer, train, held_out, scheduler = accelerator.prepare(
         model, optimizer, train, held_out, scheduler
     )
 
-    @torch.no_grad()
     def held_out_loss() -> float:
-        """Mean loss over the held-out batches of all processes."""
-        model.eval()
-        losses = torch.stack([model(**batch).loss for batch in held_out])
-        model.train()
-        return accelerator.gather(losses).mean().item()
+        """Of this process's share: soupkit takes the mean over processes."""
+        return torch.stack([model(**batch).loss for batch in held_out]).mean().item()
 
     soup = Soup(
         model,
         optimizer=optimizer,
         base=options.base,
-        config=SoupConfig(merge_every_n_steps=options.merge_every, rank=options.rank),
+        config=options.soup,
         accelerator=accelerator,
-        evaluate=held_out_loss,
+        evaluate=held_out_loss if options.gate == "metric" else None,
+        processing_class=tokenizer,
     )
-    model.train()
-    with Progress(disable=not accelerator.is_main_process) as progress:
-        bar = progress.add_task("training", total=options.steps)
-        for batch in endless(train):
-            with accelerator.accumulate(model):
-                accelerator.backward(model(**batch).loss)
-                optimizer.step()
+    if options.checkpoint:
+        accelerator.load_state(str(options.checkpoint))
+
+    def save() -> None:
+        folder: Path = options.out / f"checkpoint-{soup.num_steps}"
+        accelerator.save_state(str(folder))  # soup.num_steps with it
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            mark_complete(folder)
+
+    def train_to_the_end() -> None:
+        model.train()
+        with Progress(disable=not accelerator.is_main_process) as progress:
+            bar = progress.add_task("training", total=options.steps, completed=soup.num_steps)
+            for batch in batches(train, accelerator, soup.num_steps * options.accumulate):
+                with accelerator.accumulate(model):
+                    loss = model(**batch).loss
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if not accelerator.sync_gradients:
+                    continue
                 scheduler.step()
-                optimizer.zero_grad()
-            if accelerator.sync_gradients:
                 soup.step()
-                progress.advance(bar)
-                if progress.finished:
-                    break
-    soup.finish(export=ExportConfig(family=options.family, name=options.name))
+                scalars = {"loss": loss.item(), "learning_rate": scheduler.get_last_lr()[0]}
+                accelerator.log(scalars, step=soup.num_steps)
+                progress.update(bar, completed=soup.num_steps)
+                if soup.num_steps % options.save_every == 0 or soup.num_steps == options.steps:
+                    save()
+                if soup.num_steps == options.steps:
+                    return
+
+    with nothing_lost(options):
+        if soup.num_steps < options.steps:
+            train_to_the_end()
+        soup.finish(export=options.export)
     accelerator.end_training()
 
 

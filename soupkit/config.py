@@ -106,8 +106,9 @@ class SoupConfig:
         energy: share of the squared singular values to keep, in (0, 1], instead of a rank; for
             monosoup the R of its variance variant. One of rank and energy.
         weight: share of the partner in the merge, in (0, 1); the run's own weights have 1 - weight.
-        feed_back: True: training goes on from the merged weights. False: a side soup, exported at
-            the end. None: False for ema, else True.
+        feed_back: False: a side soup. Training goes on as if there were no merges, and ends with
+            the soup if that scores at least as well as the run itself. True: training goes on from
+            the merged weights; no gate can then tell how it would have ended without.
         gate: "metric": a merge is kept only if it scores at least as well as the weights before it.
         gate_batches: evaluation batches that the gate scores.
         metric_for_best: name of the metric that chooses the partner; None is no choice.
@@ -124,7 +125,7 @@ class SoupConfig:
             weights are), "host" (memory), "disk" (a mapped file in the soup folder).
         load_at_end: where training sees no merges (feed_back False, ema): when it ends, the live
             weights become the side soup or the average, if the run ends with it, so that saving the
-            model saves that.
+            model saves that. None: True there, and False with feed_back.
         undo: where the weights before a merge wait for the gate's verdict: "disk", or "memory"
             (each rank's own shards, in host memory). While an ema is scored they are always in
             host memory.
@@ -139,7 +140,7 @@ class SoupConfig:
     rank: int | None = None
     energy: float | None = None
     weight: float = 0.5
-    feed_back: bool | None = None
+    feed_back: bool = False
     gate: Gate = "metric"
     gate_batches: int = 8
     metric_for_best: str = "eval_loss"
@@ -152,7 +153,7 @@ class SoupConfig:
     ema_every_n_steps: int = 1
     ema_place: Place = "device"
     undo: Undo = "disk"
-    load_at_end: bool = False
+    load_at_end: bool | None = None
 
     def __post_init__(self) -> None:
         """Check every field; fill in what depends on the method."""
@@ -168,16 +169,14 @@ class SoupConfig:
         check_choice("gate", self.gate, get_args(Gate))
         check_count("gate_batches", self.gate_batches, least=1)
         check_choice("optimizer_state", self.optimizer_state, get_args(OptimizerState))
-        check_choice("feed_back", self.feed_back, (True, False, None))
-        check_choice("load_at_end", self.load_at_end, (True, False))
+        check_choice("feed_back", self.feed_back, (True, False))
+        check_choice("load_at_end", self.load_at_end, (True, False, None))
         check_choice("greater_is_better", self.greater_is_better, (True, False))
         check_share("ema_decay", self.ema_decay, one_allowed=False)
         check_count("ema_every_n_steps", self.ema_every_n_steps, least=1)
         check_choice("ema_place", self.ema_place, get_args(Place))
         check_choice("undo", self.undo, get_args(Undo))
         self._refuse_what_the_method_ignores()
-        if self.feed_back is None:
-            object.__setattr__(self, "feed_back", self.method != "ema")
         if self.load_at_end and self.feed_back:
             raise ValueError(
                 "load_at_end=True with feed_back=True: the live weights are what the run ends with "
@@ -196,6 +195,11 @@ class SoupConfig:
         if step <= self.start_after_step or step % self.merge_every_n_steps:
             return False
         return self.stop_after_step is None or step <= self.stop_after_step
+
+    @property
+    def loads_at_end(self) -> bool:
+        """What `load_at_end` says, or is left to mean."""
+        return not self.feed_back if self.load_at_end is None else self.load_at_end
 
     def _refuse_what_the_method_ignores(self) -> None:
         """Raise ValueError for a setting that was chosen and would do nothing."""

@@ -26,7 +26,7 @@ from soupkit.errors import TrainingError
 from soupkit.training import Soup, SoupCallback
 from soupkit.training.ranks import Ranks
 
-CONFIG = SoupConfig(merge_every_n_steps=2, rank=3)
+CONFIG = SoupConfig(merge_every_n_steps=2, rank=3, feed_back=True)
 
 
 def equal_on_all_ranks(model: nn.Module) -> bool:
@@ -80,7 +80,7 @@ def failing_merge(base: Path, folder: Path) -> dict:
     inner = load(base)
     soup = Soup(
         DistributedDataParallel(inner),
-        config=SoupConfig(merge_every_n_steps=1, gate="none", rank=2),
+        config=SoupConfig(merge_every_n_steps=1, gate="none", rank=2, feed_back=True),
         output_dir=folder,
     )
     soup.step()
@@ -102,7 +102,7 @@ def differing_ranks(folder: Path) -> dict:
     """Not wrapped, so each rank has weights of its own."""
     torch.manual_seed(dist.get_rank())
     try:
-        Soup(nn.Linear(3, 3), config=SoupConfig(gate="none"), output_dir=folder)
+        Soup(nn.Linear(3, 3), config=SoupConfig(gate="none", feed_back=True), output_dir=folder)
     except TrainingError as error:
         return {"refused": gathered("different weights" in str(error))}
     return {"refused": gathered(False)}
@@ -160,7 +160,7 @@ class FailsOnRank1(Trainer):
 
 
 def failing_evaluation(base: Path, folder: Path) -> dict:
-    config = SoupConfig(merge_every_n_steps=1, rank=3, gate_batches=2)
+    config = SoupConfig(merge_every_n_steps=1, rank=3, gate_batches=2, feed_back=True)
     trainer = make_trainer(base, folder, [SoupCallback(config)], trainer_class=FailsOnRank1)
     try:
         trainer.train()

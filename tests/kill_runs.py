@@ -31,7 +31,7 @@ from soupkit.training.state import SoupFolder
 from soupkit.verify import verify_family
 
 CONFIGS = {
-    "svd_mean": SoupConfig(merge_every_n_steps=2, rank=3, gate_batches=2),
+    "svd_mean": SoupConfig(merge_every_n_steps=2, rank=3, gate_batches=2, feed_back=True),
     "ema": SoupConfig(merge_every_n_steps=2, method="ema", ema_decay=0.8, gate_batches=2),
 }
 

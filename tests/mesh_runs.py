@@ -74,7 +74,7 @@ def check(kind: str, folder: Path) -> dict:
     store = ParamStore(live)
     read = all(torch.equal(store.read(name), plain.read(name)) for name in plain.names)
     checksum = store.checksum() == plain.checksum()
-    config = SoupConfig(merge_every_n_steps=1, rank=3, gate="none")
+    config = SoupConfig(merge_every_n_steps=1, rank=3, gate="none", feed_back=True)
     soup = Soup(live, config=config, output_dir=folder / kind)
     reference = drawn(plain)
     soup.step()

@@ -22,7 +22,7 @@ from soupkit.errors import MergeError, TrainingError
 from soupkit.training import Soup, merging
 from soupkit.training.state import SoupFolder
 
-CONFIG = SoupConfig(merge_every_n_steps=1, rank=2, gate="none")
+CONFIG = SoupConfig(merge_every_n_steps=1, rank=2, gate="none", feed_back=True)
 
 
 def model() -> nn.Sequential:
@@ -90,7 +90,7 @@ def unpicklable(folder: Path) -> dict:
 
         soup = Soup(
             DistributedDataParallel(model()),
-            config=SoupConfig(merge_every_n_steps=1, rank=2),
+            config=SoupConfig(merge_every_n_steps=1, rank=2, feed_back=True),
             evaluate=evaluate,
             output_dir=folder / f"{kind.__name__} {len(at)}",
         )
@@ -121,7 +121,9 @@ def replicas(folder: Path) -> dict:
     optimizer = torch.optim.SGD(live.parameters(), lr=0.0)
     soup = Soup(
         live,
-        config=SoupConfig(merge_every_n_steps=1, rank=2, gate="none", exclude=("1.weight",)),
+        config=SoupConfig(
+            merge_every_n_steps=1, rank=2, gate="none", exclude=("1.weight",), feed_back=True
+        ),
         output_dir=folder / "others",
     )
     for _ in range(2):
@@ -148,7 +150,7 @@ def resumed(folder: Path) -> dict:
     optimizer = torch.optim.SGD(live.parameters(), lr=0.01)
     scores = iter(range(100))
     options = {
-        "config": SoupConfig(merge_every_n_steps=1, rank=2, undo="memory"),
+        "config": SoupConfig(merge_every_n_steps=1, rank=2, undo="memory", feed_back=True),
         "evaluate": lambda: float(next(scores)),
         "output_dir": folder,
     }

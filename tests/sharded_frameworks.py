@@ -44,7 +44,7 @@ from soupkit import ExportConfig, SoupConfig
 from soupkit.bundle import open_variant
 from soupkit.training import Soup, SoupCallback
 
-CONFIG = SoupConfig(merge_every_n_steps=2, rank=3)
+CONFIG = SoupConfig(merge_every_n_steps=2, rank=3, feed_back=True)
 LAYER = "LlamaDecoderLayer"
 
 
@@ -285,7 +285,7 @@ class Keep(TrainerCallback):
 def best_part(kind: str, base: Path, folder: Path) -> dict:
     """The score that is greatest is the first one, so that step is loaded at the end."""
     export = ExportConfig(family=folder / "family", name="best")
-    config = SoupConfig(merge_every_n_steps=2, rank=3, gate="none")
+    config = SoupConfig(merge_every_n_steps=2, rank=3, gate="none", feed_back=True)
     keep = Keep(kind)
     keep.trainer = trainer = sharded_trainer(
         kind,

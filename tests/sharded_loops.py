@@ -50,7 +50,7 @@ def own_loop(kind: str, folder: Path, mark: Path, *, start: int, stop: int):
     soup = Soup(
         strategy.model,
         optimizer=strategy.optimizer,
-        config=SoupConfig(merge_every_n_steps=2, rank=3, gate="none"),
+        config=SoupConfig(merge_every_n_steps=2, rank=3, gate="none", feed_back=True),
         output_dir=folder,
     )
     if start:
@@ -84,7 +84,7 @@ def accumulating_part(kind: str, base: Path, folder: Path) -> dict:
     """The engine counts micro-batches itself, so soup.step follows every call of engine.step."""
     strategy, data = STRATEGIES[kind](tiny_llama(), accumulation=3), Rows()
     strategy.assert_in_force()
-    config = SoupConfig(merge_every_n_steps=2, rank=3, gate="none")
+    config = SoupConfig(merge_every_n_steps=2, rank=3, gate="none", feed_back=True)
     soup = Soup(strategy.model, config=config, output_dir=folder)
     counted, moved = [], []
     for micro_step in range(1, 14):
@@ -104,7 +104,7 @@ def plain_soup(strategy, folder: Path, **kwargs) -> Soup:
     return Soup(
         strategy.model,
         optimizer=strategy.optimizer,
-        config=SoupConfig(merge_every_n_steps=2, rank=3, gate="none"),
+        config=SoupConfig(merge_every_n_steps=2, rank=3, gate="none", feed_back=True),
         output_dir=folder,
         **kwargs,
     )

@@ -25,7 +25,7 @@ from soupkit.tensorfile import TensorFileWriter
 from soupkit.training import Soup, params, weights
 from soupkit.training.finish import finish_run
 
-CONFIG = SoupConfig(merge_every_n_steps=2, rank=3)
+CONFIG = SoupConfig(merge_every_n_steps=2, rank=3, feed_back=True)
 MERGES = (4, 6)
 SAVED = 6
 REFUSED, FAULT_OF_ONE, FAULT_OF_ZERO = 8, 10, 12

@@ -16,7 +16,7 @@ def test_defaults_are_those_of_the_readme() -> None:
     config = SoupConfig()
     assert (config.merge_every_n_steps, config.start_after_step) == (1000, 0)
     assert (config.method, config.rank, config.energy) == ("svd_mean", 64, None)
-    assert (config.weight, config.feed_back, config.gate) == (0.5, True, "metric")
+    assert (config.weight, config.feed_back, config.gate) == (0.5, False, "metric")
     assert (config.gate_batches, config.metric_for_best) == (8, "eval_loss")
     assert (config.greater_is_better, config.optimizer_state, config.seed) == (False, "keep", 0)
     assert (config.ema_decay, config.ema_every_n_steps, config.ema_place) == (0.999, 1, "device")
@@ -24,12 +24,18 @@ def test_defaults_are_those_of_the_readme() -> None:
 
 
 @pytest.mark.parametrize("method", get_args(RunMethod))
-def test_an_ema_is_a_side_soup_and_merges_are_fed_back_unless_told(method: RunMethod) -> None:
-    is_ema = method == "ema"
-    assert SoupConfig(method=method).feed_back is not is_ema
-    assert SoupConfig(method=method, feed_back=False).feed_back is False
+def test_training_sees_no_merge_unless_told_and_ends_with_the_better(method: RunMethod) -> None:
     config = SoupConfig(method=method)
-    assert dataclasses.replace(config, seed=3).feed_back is config.feed_back
+    assert config.feed_back is False
+    assert config.loads_at_end
+    assert not SoupConfig(method=method, load_at_end=False).loads_at_end
+
+
+def test_a_run_that_is_fed_its_merges_ends_with_its_own_weights() -> None:
+    fed = dataclasses.replace(SoupConfig(), feed_back=True)
+    assert not fed.loads_at_end
+    with pytest.raises(ValueError, match="leave load_at_end out"):
+        SoupConfig(feed_back=True, load_at_end=True)
 
 
 def test_tb24_feeding_an_ema_back_is_refused_with_the_remedy() -> None:
@@ -97,7 +103,7 @@ def test_settings_are_frozen_and_can_be_replaced() -> None:
         ("gate_batches", 0, ">= 1"),
         ("metric_for_best", "", "eval_loss"),
         ("optimizer_state", "zero", "'keep', 'reset'"),
-        ("feed_back", "yes", "True, False, None"),
+        ("feed_back", "yes", "True, False"),
         ("greater_is_better", None, "True, False"),
         ("ema_decay", 0.0, "0 < value < 1"),
         ("ema_decay", 1.0, "0 < value < 1"),

@@ -34,6 +34,7 @@ SHORTER = {
     "max_steps=3000": "max_steps=4, report_to='none', use_cpu=True, save_strategy='no'",
     "merge_every_n_steps=1000": "merge_every_n_steps=2",
     "--name chat": "--name chat --steps 4 --merge-every 2 --batch 2",
+    "ddp.yaml": "ddp_cpu.yaml",
     "recipes/": f"{ROOT}/recipes/",
 }
 

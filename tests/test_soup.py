@@ -33,7 +33,7 @@ from soupkit.training.snapshot import Snapshot
 from soupkit.training.state import SoupFolder
 from soupkit.verify import verify_family
 
-UNGATED = {"gate": "none", "rank": 2}
+UNGATED = {"gate": "none", "rank": 2, "feed_back": True}
 
 
 class Loop:
@@ -139,7 +139,7 @@ def test_a_refused_merge_is_undone_bit_for_bit(tmp_path):
     scores = iter([3.0, 2.0, 2.5])
     loop = Loop(
         tmp_path,
-        SoupConfig(merge_every_n_steps=2, rank=1),
+        SoupConfig(merge_every_n_steps=2, rank=1, feed_back=True),
         evaluate=lambda: next(scores),
         dtype=torch.bfloat16,
     )
@@ -170,7 +170,11 @@ def test_a_refused_merge_is_undone_bit_for_bit(tmp_path):
 )
 def test_a_merge_stays_iff_it_scores_at_least_as_well(tmp_path, current, merged, accepted):
     scores = iter([3.0, current, merged])
-    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=1, rank=2), evaluate=lambda: next(scores))
+    loop = Loop(
+        tmp_path,
+        SoupConfig(merge_every_n_steps=1, rank=2, feed_back=True),
+        evaluate=lambda: next(scores),
+    )
     loop.steps(1)
     loop.train()
     before = weights_of(loop.model)
@@ -183,7 +187,7 @@ def test_a_merge_stays_iff_it_scores_at_least_as_well(tmp_path, current, merged,
 
 def test_greater_is_better_turns_the_gate_around(tmp_path):
     scores = iter([0.5, 0.4, 0.6])
-    config = SoupConfig(merge_every_n_steps=1, rank=2, greater_is_better=True)
+    config = SoupConfig(merge_every_n_steps=1, rank=2, greater_is_better=True, feed_back=True)
     loop = Loop(tmp_path, config, evaluate=lambda: next(scores))
     assert loop.steps(2)[1].accepted
     assert loop.state()["partner"] == {"step": 2, "score": 0.6, "cuts": 2}
@@ -192,7 +196,11 @@ def test_greater_is_better_turns_the_gate_around(tmp_path):
 def test_the_partner_is_the_best_so_far(tmp_path):
     # Scores of: capture at 1; current, merged at 2, at 3, at 4.
     scores = iter([1.0, 2.0, 1.5, 0.5, 0.9, 0.7, 0.6])
-    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=1, rank=2), evaluate=lambda: next(scores))
+    loop = Loop(
+        tmp_path,
+        SoupConfig(merge_every_n_steps=1, rank=2, feed_back=True),
+        evaluate=lambda: next(scores),
+    )
     reports = loop.steps(4)
     # At 2 the accepted merge scores 1.5 and does not beat step 1; at 3 the refused one leaves 0.5.
     assert [report.partner_step for report in reports[1:]] == [1, 1, 3]
@@ -227,7 +235,7 @@ def test_a_side_soup_leaves_the_run_as_it_would_be_without(tmp_path):
     plain = Loop(tmp_path, SoupConfig(merge_every_n_steps=100, **UNGATED), name="plain")
     plain.steps(6)
     side = Loop(
-        tmp_path, SoupConfig(merge_every_n_steps=2, feed_back=False, **UNGATED), name="side"
+        tmp_path, SoupConfig(merge_every_n_steps=2, **{**UNGATED, "feed_back": False}), name="side"
     )
     side.steps(6)
     assert_equal_weights(weights_of(plain.model), weights_of(side.model))
@@ -237,7 +245,10 @@ def test_a_side_soup_leaves_the_run_as_it_would_be_without(tmp_path):
     # Norm vectors are stored whole, so they show which weights were exported.
     name = "model.norm.weight"
     assert torch.equal(variant.raw[name], soup.tensor(name))
-    assert not torch.equal(soup.tensor(name), weights_of(side.model)[name])
+    assert not torch.equal(soup.tensor(name), weights_of(plain.model)[name])
+    # What is exported is what the model holds then, unless load_at_end says otherwise.
+    for name, value in side.model.named_parameters():
+        assert torch.equal(value, soup.tensor(name)), name
 
 
 @pytest.mark.parametrize("policy", ["keep", "reset"])
@@ -273,7 +284,11 @@ def test_a_reset_optimizer_steps_like_a_new_one(tmp_path, kind, settings):
         model, batch = nn.Linear(5, 4), torch.randn(8, 5)
         optimizer = kind(model.parameters(), **settings)
         config = SoupConfig(
-            merge_every_n_steps=2, method="mean", gate="none", optimizer_state=policy
+            merge_every_n_steps=2,
+            method="mean",
+            gate="none",
+            optimizer_state=policy,
+            feed_back=True,
         )
         soup = Soup(model, optimizer=optimizer, config=config, output_dir=tmp_path / policy)
         for step in range(7):
@@ -295,7 +310,9 @@ def test_generators_and_modes_are_left_as_they_were(tmp_path):
         torch.rand(3), np.random.rand(2)
         return 1.0
 
-    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=1, rank=2), evaluate=evaluate)
+    loop = Loop(
+        tmp_path, SoupConfig(merge_every_n_steps=1, rank=2, feed_back=True), evaluate=evaluate
+    )
     loop.model.train()
     loop.model.model.norm.eval()
     loop.train()
@@ -309,7 +326,7 @@ def test_generators_and_modes_are_left_as_they_were(tmp_path):
 
 @pytest.mark.parametrize("returned", [None, {"eval_loss": 1.0}, torch.ones(2)])
 def test_an_evaluation_that_returns_no_number_is_named(tmp_path, returned):
-    config = SoupConfig(merge_every_n_steps=1, rank=2)
+    config = SoupConfig(merge_every_n_steps=1, rank=2, feed_back=True)
     loop = Loop(tmp_path, config, evaluate=lambda: returned)
     with pytest.raises(TrainingError, match=f"evaluate= returned a {type(returned).__name__}"):
         loop.steps(1)
@@ -325,7 +342,9 @@ def test_an_interrupt_in_the_middle_of_a_merge_leaves_the_old_weights(tmp_path, 
             signal.raise_signal(signal.SIGINT)
         return 1.0
 
-    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=1, rank=2), evaluate=evaluate)
+    loop = Loop(
+        tmp_path, SoupConfig(merge_every_n_steps=1, rank=2, feed_back=True), evaluate=evaluate
+    )
     loop.steps(1)
     loop.train()
     before, state = weights_of(loop.model), loop.state()
@@ -426,7 +445,7 @@ def test_a_weight_that_is_not_finite_refuses_the_merge_by_name(tmp_path):
 )
 def test_three_refusals_in_a_row_give_one_line_of_advice(tmp_path, capfd, settings, advice):
     scores = iter([1.0] + [1.0, 2.0] * 5)
-    config = SoupConfig(merge_every_n_steps=1, **settings)
+    config = SoupConfig(merge_every_n_steps=1, **settings, feed_back=True)
     loop = Loop(tmp_path, config, evaluate=lambda: next(scores))
     loop.steps(6)
     (line,) = (one for one in capfd.readouterr().err.splitlines() if "stop_after_step" in one)
@@ -473,7 +492,9 @@ def test_any_module_can_be_merged_and_exported(tmp_path):
     model = Odd()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     soup = Soup(
-        model, config=SoupConfig(merge_every_n_steps=2, gate="none", rank=9), output_dir=tmp_path
+        model,
+        config=SoupConfig(merge_every_n_steps=2, gate="none", rank=9, feed_back=True),
+        output_dir=tmp_path,
     )
     start, kept = weights_of(model), []
     for _ in range(4):
@@ -497,7 +518,9 @@ def test_any_module_can_be_merged_and_exported(tmp_path):
 def test_arithmetic_is_float32_and_rounds_once(tmp_path):
     """TB47: arithmetic in bfloat16 rounds each update away; here the error is one rounding."""
     model = nn.Linear(7, 33, bias=False).to(torch.bfloat16)
-    config = SoupConfig(merge_every_n_steps=1, method="mean", weight=0.3, gate="none")
+    config = SoupConfig(
+        merge_every_n_steps=1, method="mean", weight=0.3, gate="none", feed_back=True
+    )
     soup = Soup(model, config=config, output_dir=tmp_path)
     kept = []
     for seed in (1, 2):
@@ -514,7 +537,9 @@ def test_arithmetic_is_float32_and_rounds_once(tmp_path):
 
 @pytest.mark.parametrize("method", ["monosoup", "mean"])
 def test_the_other_methods_run_too(tmp_path, method):
-    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=2, method=method, gate="none"))
+    loop = Loop(
+        tmp_path, SoupConfig(merge_every_n_steps=2, method=method, gate="none", feed_back=True)
+    )
     loop.steps(3)
     loop.train()
     before = weights_of(loop.model)
@@ -524,13 +549,13 @@ def test_the_other_methods_run_too(tmp_path, method):
 
 def test_the_callers_mistakes_are_value_errors(tmp_path):
     with pytest.raises(ValueError, match=r'evaluate=.*gate="none"'):
-        Loop(tmp_path, SoupConfig())
+        Loop(tmp_path, SoupConfig(feed_back=True))
     with pytest.raises(ValueError, match="optimizer="):
         Soup(nn.Linear(2, 2), config=SoupConfig(optimizer_state="reset", **UNGATED))
-    loop = Loop(tmp_path, SoupConfig(), evaluate=lambda: 1.0)
+    loop = Loop(tmp_path, SoupConfig(feed_back=True), evaluate=lambda: 1.0)
     with pytest.raises(ValueError, match="metric="):
         loop.soup.step(metric=1.0)
-    side = Loop(tmp_path, SoupConfig(feed_back=False, **UNGATED), name="side")
+    side = Loop(tmp_path, SoupConfig(**{**UNGATED, "feed_back": False}), name="side")
     with pytest.raises(ValueError, match="feed_back=False"):
         side.soup.step(metric=1.0)
 
@@ -548,7 +573,11 @@ def test_soup_is_built_before_training_begins(tmp_path):
 def test_an_evaluation_that_fails_leaves_the_old_weights(tmp_path):
     """TB27."""
     scores = iter([1.0, 1.0, None])
-    loop = Loop(tmp_path, SoupConfig(merge_every_n_steps=1, rank=2), evaluate=lambda: next(scores))
+    loop = Loop(
+        tmp_path,
+        SoupConfig(merge_every_n_steps=1, rank=2, feed_back=True),
+        evaluate=lambda: next(scores),
+    )
     loop.steps(1)
     loop.train()
     before = weights_of(loop.model)
@@ -563,7 +592,11 @@ def test_what_a_merge_finds_of_the_next_partner_is_kept_and_used(tmp_path):
         folder = tmp_path / which
         evaluate = None if scores is None else list(map(float, scores)).__iter__().__next__
         gate = {"gate": "none"} if scores is None else {}
-        loop = Loop(folder, SoupConfig(merge_every_n_steps=2, rank=2, **gate), evaluate=evaluate)
+        loop = Loop(
+            folder,
+            SoupConfig(merge_every_n_steps=2, rank=2, **gate, feed_back=True),
+            evaluate=evaluate,
+        )
         loop.steps(4)
         kept = sorted(path.name for path in (loop.folder / "soup").glob("cuts-*"))
         assert kept == ["cuts-00000004-00000-of-00001.safetensors"]
@@ -577,7 +610,9 @@ def test_a_warm_merge_is_the_cold_one(tmp_path):
     """The stored truncation takes the place of one that is computed: same result, to rounding."""
     ends = []
     for name in ("warm", "cold"):
-        loop = Loop(tmp_path / name, SoupConfig(merge_every_n_steps=2, rank=2, gate="none"))
+        loop = Loop(
+            tmp_path / name, SoupConfig(merge_every_n_steps=2, rank=2, gate="none", feed_back=True)
+        )
         loop.steps(4)
         if name == "cold":
             run = loop.soup._run

@@ -21,7 +21,7 @@ from soupkit.errors import TrainingError
 from soupkit.training.finish import finish_run
 from soupkit.verify import verify_family
 
-CONFIG = SoupConfig(merge_every_n_steps=2, rank=3)
+CONFIG = SoupConfig(merge_every_n_steps=2, rank=3, feed_back=True)
 
 
 @pytest.fixture(autouse=True)

@@ -53,7 +53,7 @@ def test_two_ranks_equal_one_process_given_the_same_gradients(ddp, base, tmp_pat
     soup = Soup(
         model,
         optimizer=optimizer,
-        config=SoupConfig(merge_every_n_steps=2, rank=3),
+        config=SoupConfig(merge_every_n_steps=2, rank=3, feed_back=True),
         evaluate=lambda: float(model(input_ids=held_out, labels=held_out).loss),
         output_dir=tmp_path,
     )

@@ -74,12 +74,13 @@ def test_the_average_is_exported_and_training_never_sees_it(base, tmp_path, ever
     for name, value in averages.items():
         torch.testing.assert_close(value.double(), expected[name], rtol=1e-5, atol=1e-6)
     restore(tmp_path / "f", "x", out=tmp_path / "dense", base=base)
-    dense, start, live = (weights_of(load(p)) for p in (tmp_path / "dense", base, base))
-    live = weights_of(run.model)
+    dense, start = (weights_of(load(path)) for path in (tmp_path / "dense", base))
     name = "model.norm.weight"  # stored as it is, whatever the bits of the others
     assert torch.equal(dense[name], averages[name])
-    assert not torch.equal(dense[name], live[name])
+    assert not torch.equal(dense[name].double(), watched.seen[-1][name])
     assert not torch.equal(dense[name], start[name])
+    # Saving the model saves the average, too.
+    assert torch.equal(weights_of(run.model)[name], averages[name])
 
 
 def test_merge_points_compare_and_the_better_one_is_exported(base, tmp_path, capfd):
@@ -130,6 +131,24 @@ def test_a_resumed_run_goes_on_with_the_average_bit_for_bit(base, tmp_path, plac
         assert all(torch.equal(value, second[name]) for name, value in first.items())
     kept = sorted(path.name for path in (tmp_path / "run" / "soup").glob("average-*"))
     assert kept == [f"average-{step:08d}.safetensors" for step in (2, 4, 6, 8)]
+
+
+@pytest.mark.parametrize(
+    ("averages", "lines"), [("worse worse worse worse", 1), ("worse worse better worse worse", 0)]
+)
+def test_an_average_that_keeps_losing_gives_one_line_of_advice(
+    base, tmp_path, capfd, averages, lines
+):
+    verdicts = averages.split()
+    scores = iter([score for one in verdicts for score in (1.0, 2.0 if one == "worse" else 0.5)])
+    model = load(base)
+    config = SoupConfig(method="ema", merge_every_n_steps=2)
+    soup = Soup(model, config=config, evaluate=lambda: next(scores), output_dir=tmp_path)
+    for _ in range(2 * len(verdicts)):
+        soup.step()
+    said = [line for line in capfd.readouterr().err.splitlines() if "lower ema_decay" in line]
+    assert len(said) == lines
+    assert all("3 times in a row" in line for line in said)
 
 
 def test_rotated_checkpoints_take_their_averages_along(base, tmp_path):
@@ -184,7 +203,7 @@ def test_a_run_that_knew_no_soup_begins_its_average_where_it_is(base, tmp_path):
 
 
 def test_a_run_may_change_its_method_when_it_is_resumed(base, tmp_path):
-    merging = SoupConfig(merge_every_n_steps=2, rank=3, gate="none")
+    merging = SoupConfig(merge_every_n_steps=2, rank=3, gate="none", feed_back=True)
 
     def go_on(config, stop, checkpoint):
         callback = SoupCallback(config)

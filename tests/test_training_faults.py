@@ -25,7 +25,7 @@ from soupkit.restore import restore
 from soupkit.training import Soup, SoupCallback
 from soupkit.verify import verify_family
 
-UNGATED = SoupConfig(merge_every_n_steps=2, rank=3, gate="none")
+UNGATED = SoupConfig(merge_every_n_steps=2, rank=3, gate="none", feed_back=True)
 SAVE = {"save_strategy": "steps", "save_steps": 1}
 
 
@@ -65,7 +65,11 @@ def test_a_model_that_cannot_be_copied(tmp_path, method, undo):
     model = nn.Sequential(CannotBeCopied(5, 4), nn.ReLU(), CannotBeCopied(4, 3))
     scores = iter([3.0, 2.0, 1.0, 2.0, 3.0, *[1.0] * 10])
     config = SoupConfig(
-        merge_every_n_steps=1, method=method, rank=2 if method == "svd_mean" else None, undo=undo
+        merge_every_n_steps=1,
+        method=method,
+        rank=2 if method == "svd_mean" else None,
+        undo=undo,
+        feed_back=method != "ema",
     )
     soup = Soup(model, config=config, evaluate=lambda: next(scores), output_dir=tmp_path)
     for _ in range(3):
@@ -105,7 +109,7 @@ def test_the_callback_leaves_optimizer_and_scheduler_alone(base, tmp_path):
 def trained_loop(tmp_path, evaluate):
     """A model captured at step 1; the next step merges."""
     model = nn.Linear(5, 4)
-    config = SoupConfig(merge_every_n_steps=1, rank=2)
+    config = SoupConfig(merge_every_n_steps=1, rank=2, feed_back=True)
     soup = Soup(model, config=config, evaluate=evaluate, output_dir=tmp_path)
     nudge(model)
     soup.step()
@@ -154,7 +158,7 @@ def test_sigterm_in_the_middle_of_a_merge(tmp_path, handling):
 def test_epochs_with_best_model_rotation_and_early_stopping(base, tmp_path):
     """TB33, TB37: a short last window, two evaluation sets, a gate, and the best is exported."""
     sets = {"near": rows(6, seed=2), "far": rows(4, seed=3)}
-    config = SoupConfig(merge_every_n_steps=3, rank=3, gate_batches=1)
+    config = SoupConfig(merge_every_n_steps=3, rank=3, gate_batches=1, feed_back=True)
     callback = SoupCallback(config, export=ExportConfig(family=tmp_path / "family", name="best"))
     trainer = make_trainer(
         base,
@@ -192,7 +196,9 @@ def test_epochs_with_best_model_rotation_and_early_stopping(base, tmp_path):
 @pytest.mark.parametrize("method", ["svd_mean", "ema"])
 def test_metric_file_and_run_of_a_step_are_about_the_same_weights(base, tmp_path, method):
     """TB21, TB22, TB24: whatever is merged or averaged at a step that is evaluated and saved."""
-    config = SoupConfig(merge_every_n_steps=2, method=method, gate_batches=2)
+    config = SoupConfig(
+        merge_every_n_steps=2, method=method, gate_batches=2, feed_back=method != "ema"
+    )
     live = {}
 
     class Last(TrainerCallback):
@@ -214,7 +220,9 @@ def test_metric_file_and_run_of_a_step_are_about_the_same_weights(base, tmp_path
 @pytest.mark.parametrize("method", ["svd_mean", "ema"])
 def test_checkpoints_of_the_best_steps_only(base, tmp_path, method):
     """TB33: which steps are saved is known after their evaluation, when the merge is done."""
-    config = SoupConfig(merge_every_n_steps=2, method=method, gate="none")
+    config = SoupConfig(
+        merge_every_n_steps=2, method=method, gate="none", feed_back=method != "ema"
+    )
     settings = {
         "save_strategy": "best",
         "eval_strategy": "steps",
@@ -236,7 +244,9 @@ def test_checkpoints_of_the_best_steps_only(base, tmp_path, method):
 def test_evaluations_that_are_not_finite_choose_no_partner(base, tmp_path, capfd):
     """TB28: nothing is merged with weights of which nothing is known."""
     values = iter([0.5, float("nan"), 0.4, float("inf"), 0.9, float("nan"), 0.8, 0.7])
-    config = SoupConfig(merge_every_n_steps=4, rank=3, gate="none", metric_for_best="eval_mine")
+    config = SoupConfig(
+        merge_every_n_steps=4, rank=3, gate="none", metric_for_best="eval_mine", feed_back=True
+    )
     callback = SoupCallback(config)
     trainer = make_trainer(
         base,
@@ -255,7 +265,7 @@ def test_weights_whose_first_score_is_not_finite_are_not_captured(tmp_path, capf
     """TB28: two comparable points are needed before anything is merged."""
     scores = iter([float("nan"), 2.0, 1.0, 0.5])
     model = nn.Linear(5, 4)
-    config = SoupConfig(merge_every_n_steps=1, rank=2)
+    config = SoupConfig(merge_every_n_steps=1, rank=2, feed_back=True)
     soup = Soup(model, config=config, evaluate=lambda: next(scores), output_dir=tmp_path)
     found = []
     for _ in range(3):

@@ -17,7 +17,7 @@ peft = pytest.importorskip("peft")
 # PEFT 0.21.2 reads an attribute that transformers deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-CONFIG = SoupConfig(merge_every_n_steps=2, rank=3)
+CONFIG = SoupConfig(merge_every_n_steps=2, rank=3, feed_back=True)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_a_merge_is_the_mean_of_the_deltas_not_of_the_factors(base, tmp_path):
             super()._merge_at(step)
             seen[step] = (before, weights_of(self._run.store.model))
 
-    callback = Watching(SoupConfig(merge_every_n_steps=2, rank=3, gate="none"))
+    callback = Watching(SoupConfig(merge_every_n_steps=2, rank=3, gate="none", feed_back=True))
     trainer(base, tmp_path, callback, max_steps=4).train()
     module = "base_model.model.model.layers.0.mlp.down_proj"
     partner, (before, after) = delta_of(seen[2][1], module), seen[4]
@@ -115,7 +115,7 @@ def test_a_refused_merge_leaves_every_bit(base, tmp_path):
             after = weights_of(self._run.store.model)
             seen.append(all(torch.equal(value, after[name]) for name, value in before.items()))
 
-    callback = Watching(SoupConfig(merge_every_n_steps=1, rank=3, undo="memory"))
+    callback = Watching(SoupConfig(merge_every_n_steps=1, rank=3, undo="memory", feed_back=True))
     trainer(base, tmp_path, callback, max_steps=3).train()
     assert [report.accepted for report in callback.reports] == [False, False]
     assert all(seen)

@@ -65,7 +65,7 @@ def test_weights_of_one_rank_that_are_others_are_told_on_all(found):
 @pytest.mark.parametrize("fault", ["gone", "truncated"])
 def test_cuts_that_are_gone_or_damaged_are_refused_before_anything_is_deleted(tmp_path, fault):
     base = saved_base(tmp_path / "base")
-    config = SoupConfig(merge_every_n_steps=1, rank=2, gate="none")
+    config = SoupConfig(merge_every_n_steps=1, rank=2, gate="none", feed_back=True)
     soup = Soup(load(base), config=config, output_dir=tmp_path)
     for _ in range(3):
         soup.step()
@@ -91,7 +91,7 @@ def test_the_callers_precision_survives_the_threads_of_a_merge(tmp_path):
     model = torch.nn.Sequential(*(torch.nn.Linear(96, 96) for _ in range(24)))
     soup = Soup(
         model,
-        config=SoupConfig(merge_every_n_steps=1, rank=32, gate="none"),
+        config=SoupConfig(merge_every_n_steps=1, rank=32, gate="none", feed_back=True),
         output_dir=tmp_path,
     )
     try:

@@ -24,7 +24,7 @@ from soupkit.training.snapshot import Snapshot, write_tensors
 from soupkit.training.state import BaseRecord, Partner, SoupFolder, SoupState
 from soupkit.training.weights import ModelTensors, unwrap
 
-UNGATED = SoupConfig(merge_every_n_steps=1, rank=2, gate="none")
+UNGATED = SoupConfig(merge_every_n_steps=1, rank=2, gate="none", feed_back=True)
 
 
 @pytest.fixture
@@ -309,7 +309,9 @@ def test_a_resume_needs_a_base_that_is_known(tmp_path):
 
 def test_a_resume_with_other_parameters_is_refused(tmp_path):
     base = saved_base(tmp_path / "base")
-    config = SoupConfig(merge_every_n_steps=1, rank=2, gate="none", include=("mlp",))
+    config = SoupConfig(
+        merge_every_n_steps=1, rank=2, gate="none", include=("mlp",), feed_back=True
+    )
     model = load(base)
     run(model, tmp_path / "run", config=config)
     with pytest.raises(TrainingError, match="include="):

@@ -34,8 +34,8 @@ from soupkit.tracking import SCALAR_NAMES
 from soupkit.training import SoupCallback
 from soupkit.verify import verify_family
 
-EVERY_2 = SoupConfig(merge_every_n_steps=2, rank=3, gate_batches=2)
-UNGATED = SoupConfig(merge_every_n_steps=2, rank=3, gate="none")
+EVERY_2 = SoupConfig(merge_every_n_steps=2, rank=3, gate_batches=2, feed_back=True)
+UNGATED = SoupConfig(merge_every_n_steps=2, rank=3, gate="none", feed_back=True)
 SAVE = {"save_strategy": "steps", "save_steps": 1}
 
 
@@ -204,7 +204,9 @@ def test_the_gate_scores_the_first_batches_of_the_evaluation_set(base, tmp_path)
 
 
 def test_the_run_never_ends_worse_at_a_merge_than_the_gate_saw(base, tmp_path):
-    callback = SoupCallback(SoupConfig(merge_every_n_steps=1, rank=6, gate_batches=6))
+    callback = SoupCallback(
+        SoupConfig(merge_every_n_steps=1, rank=6, gate_batches=6, feed_back=True)
+    )
     make_trainer(base, tmp_path, [callback], max_steps=16, learning_rate=5e-2).train()
     assert {report.accepted for report in callback.reports} == {True, False}
     for report in callback.reports:
@@ -214,11 +216,13 @@ def test_the_run_never_ends_worse_at_a_merge_than_the_gate_saw(base, tmp_path):
 def test_several_evaluation_sets(base, tmp_path):
     sets = {"near": rows(6, seed=2), "far": rows(4, seed=3)}
     for metric in ("eval_loss", "eval_far_loss"):
-        config = SoupConfig(merge_every_n_steps=2, rank=3, gate_batches=1, metric_for_best=metric)
+        config = SoupConfig(
+            merge_every_n_steps=2, rank=3, gate_batches=1, metric_for_best=metric, feed_back=True
+        )
         callback = SoupCallback(config)
         make_trainer(base, tmp_path / metric, [callback], eval_dataset=sets, max_steps=4).train()
         assert callback.reports[0].metric_current > 0
-    config = SoupConfig(metric_for_best="eval_accuracy")
+    config = SoupConfig(metric_for_best="eval_accuracy", feed_back=True)
     trainer = make_trainer(base, tmp_path, [SoupCallback(config)], eval_dataset=sets)
     with pytest.raises(ValueError, match=r"eval_far_loss.*gate=\"none\""):
         trainer.train()
@@ -226,7 +230,9 @@ def test_several_evaluation_sets(base, tmp_path):
 
 def test_without_a_gate_evaluations_choose_the_partner(base, tmp_path):
     callback = SoupCallback(
-        SoupConfig(merge_every_n_steps=4, rank=3, gate="none", metric_for_best="eval_loss")
+        SoupConfig(
+            merge_every_n_steps=4, rank=3, gate="none", metric_for_best="eval_loss", feed_back=True
+        )
     )
     trainer = make_trainer(
         base, tmp_path, [callback], eval_strategy="steps", eval_steps=1, max_steps=8
@@ -276,8 +282,12 @@ def test_the_run_is_exported_within_a_budget(base, tmp_path):
 def test_a_side_soup_is_exported_only_if_it_beats_the_end_of_the_run(
     base, tmp_path, capfd, rate, exported
 ):
-    """Between the last merge point and the end of training lies a lot of training."""
-    config = SoupConfig(merge_every_n_steps=2, stop_after_step=4, rank=3, feed_back=False)
+    """Between the last merge point and the end of training lies a lot of training. By default the
+    model holds what is exported, so it is never worse than a run without soupkit, by the gate.
+    """
+    plain = make_trainer(base, tmp_path / "plain", learning_rate=rate)
+    plain.train()
+    config = SoupConfig(merge_every_n_steps=2, stop_after_step=4, rank=3)
     export = ExportConfig(family=tmp_path / "family", name="x", encoding="row-x4")
     trainer = make_trainer(
         base, tmp_path / "run", [SoupCallback(config, export=export)], learning_rate=rate
@@ -285,9 +295,12 @@ def test_a_side_soup_is_exported_only_if_it_beats_the_end_of_the_run(
     trainer.train()
     assert f"the {exported}" in capfd.readouterr().err.splitlines()[-2]
     restore(tmp_path / "family", "x", out=tmp_path / "dense", base=base)
-    dense, live = weights_of(load(tmp_path / "dense")), weights_of(trainer.model)
+    dense, held = weights_of(load(tmp_path / "dense")), weights_of(trainer.model)
     norm = "model.norm.weight"  # a vector, which is exported without loss
-    assert torch.equal(dense[norm], live[norm]) == (exported == "live weights")
+    assert torch.equal(dense[norm], held[norm])
+    is_plain = torch.equal(held[norm], weights_of(plain.model)[norm])
+    assert is_plain == (exported == "live weights")
+    assert trainer.evaluate()["eval_loss"] <= plain.evaluate()["eval_loss"] * (1 + 1e-6)
 
 
 def test_a_model_without_a_folder_gets_its_step_0_weights_saved(tmp_path):
@@ -311,7 +324,7 @@ def test_a_model_without_a_folder_gets_its_step_0_weights_saved(tmp_path):
 def test_the_best_checkpoint_is_loaded_and_exported(base, tmp_path):
     """TB33, TB37: load_best_model_at_end with save_total_limit=1 and early stopping."""
     family = tmp_path / "family"
-    config = SoupConfig(merge_every_n_steps=2, rank=3, gate="none")
+    config = SoupConfig(merge_every_n_steps=2, rank=3, gate="none", feed_back=True)
     callback = SoupCallback(config, export=ExportConfig(family=family, name="best"))
     trainer = make_trainer(
         base,
@@ -343,7 +356,7 @@ def test_the_best_checkpoint_is_loaded_and_exported(base, tmp_path):
 
 def test_states_follow_the_rotation_of_checkpoints(base, tmp_path):
     """TB33: nothing that a surviving checkpoint needs is deleted, and nothing else is kept."""
-    config = SoupConfig(merge_every_n_steps=2, rank=3, gate="none")
+    config = SoupConfig(merge_every_n_steps=2, rank=3, gate="none", feed_back=True)
     trainer = make_trainer(
         base, tmp_path, [SoupCallback(config)], save_total_limit=2, max_steps=9, **SAVE
     )
@@ -452,7 +465,11 @@ def test_everything_is_checked_before_step_1(base, tmp_path):
 
     refused(TrainingError, "eval_dataset", [SoupCallback(EVERY_2)], eval_dataset=None)
     refused(TrainingError, "2 SoupCallbacks", [SoupCallback(EVERY_2), SoupCallback(EVERY_2)])
-    refused(ValueError, "greater_is_better", [SoupCallback(SoupConfig(greater_is_better=True))])
+    refused(
+        ValueError,
+        "greater_is_better",
+        [SoupCallback(SoupConfig(greater_is_better=True, feed_back=True))],
+    )
     unlabelled = [{"input_ids": row["input_ids"]} for row in rows(4, seed=2)]
     refused(TrainingError, "no labels", [SoupCallback(EVERY_2)], eval_dataset=unlabelled)
     other = saved_base(tmp_path / "other", seed=8)
@@ -517,12 +534,32 @@ def test_the_trainer_is_found_or_attached(base, tmp_path):
 
 @pytest.mark.parametrize(("every", "says"), [(8, True), (5, True), (4, False)])
 def test_a_run_too_short_to_merge_is_told_so_at_once(base, tmp_path, capfd, every, says):
-    make_trainer(base, tmp_path, [SoupCallback(SoupConfig(merge_every_n_steps=every))]).train()
+    make_trainer(
+        base, tmp_path, [SoupCallback(SoupConfig(merge_every_n_steps=every, feed_back=True))]
+    ).train()
     assert ("nothing will be merged" in capfd.readouterr().err) is says
 
 
+def test_a_resumed_run_that_has_nothing_left_to_train_exports_without_advice(base, tmp_path, capfd):
+    """No steps are left or taken: how recipes/trainer_sft.py repeats an export that failed."""
+    make_trainer(base, tmp_path / "run", [SoupCallback(UNGATED)], **SAVE).train()
+    trained = weights_of(load(tmp_path / "run" / "checkpoint-8"))
+    capfd.readouterr()
+    export = ExportConfig(family=tmp_path / "family", name="again", encoding="raw")
+    again = make_trainer(
+        base, tmp_path / "run", [SoupCallback(UNGATED, export=export)], max_steps=-1,
+        num_train_epochs=0, **SAVE,
+    )  # fmt: skip
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-8"))
+    assert "nothing will be merged" not in capfd.readouterr().err
+    restore(tmp_path / "family", "again", out=tmp_path / "dense")
+    assert_equal_weights(weights_of(load(tmp_path / "dense")), trained)
+
+
 def test_a_metric_that_no_evaluation_gives_is_named_once(base, tmp_path, capfd):
-    config = SoupConfig(merge_every_n_steps=2, gate="none", metric_for_best="eval_acuracy")
+    config = SoupConfig(
+        merge_every_n_steps=2, gate="none", metric_for_best="eval_acuracy", feed_back=True
+    )
     settings = {"eval_strategy": "steps", "eval_steps": 1}
     make_trainer(base, tmp_path, [SoupCallback(config)], **settings).train()
     said = capfd.readouterr().err
@@ -533,7 +570,7 @@ def test_a_metric_that_no_evaluation_gives_is_named_once(base, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"merge_every_n_steps": 5, "gate": "none", "feed_back": False}, ": 1 of this run's 8 "),
+        ({"merge_every_n_steps": 5, "gate": "none"}, ": 1 of this run's 8 "),
         ({"merge_every_n_steps": 2, "start_after_step": 20}, ": none of this run's 8 .* lower it"),
     ],
 )
@@ -555,7 +592,7 @@ class Shrinking(TrainerCallback):
 @pytest.mark.parametrize("at", [3, 4])
 def test_a_checkpoint_whose_weights_a_later_callback_changed_resumes(base, tmp_path, method, at):
     def trained(steps, **kwargs):
-        config = SoupConfig(merge_every_n_steps=2, method=method, gate="none")
+        config = SoupConfig(merge_every_n_steps=2, method=method, gate="none", load_at_end=False)
         callbacks = [SoupCallback(config), Shrinking()]
         trainer = make_trainer(
             base, tmp_path, callbacks, max_steps=steps, save_strategy="steps", save_steps=1

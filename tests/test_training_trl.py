@@ -22,8 +22,8 @@ peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 WORDS = [f"w{number}" for number in range(VOCABULARY)]
-UNGATED = SoupConfig(merge_every_n_steps=2, rank=3, gate="none")
-GATED = SoupConfig(merge_every_n_steps=2, rank=3, gate_batches=2)
+UNGATED = SoupConfig(merge_every_n_steps=2, rank=3, gate="none", feed_back=True)
+GATED = SoupConfig(merge_every_n_steps=2, rank=3, gate_batches=2, feed_back=True)
 LORA = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
 
 

@@ -192,7 +192,7 @@ def measure(strategy: str, *, layers: int, merges: int, folder: Path) -> dict[st
     soup = Soup(
         run.model,
         optimizer=run.optimizer,
-        config=SoupConfig(merge_every_n_steps=2, rank=64),
+        config=SoupConfig(merge_every_n_steps=2, rank=64, feed_back=True),
         evaluate=evaluate,
         output_dir=folder,
     )

@@ -13,12 +13,11 @@ from soupkit.cli.console import (
     error_line,
     export_document,
     parse_bytes,
-    print_budget,
-    print_inspection,
     print_json,
     say,
     show_progress,
 )
+from soupkit.cli.inspection import print_budget, print_inspection
 from soupkit.config import check_variant_name
 from soupkit.errors import CheckpointError, MergeError
 from soupkit.forms import AUTO, parse_encoding
@@ -234,17 +233,21 @@ def restore(
 def inspect(
     path: Annotated[
         Path,
-        typer.Argument(help="A family, a variant's folder, or a checkpoint.", parser=parse_path),
+        typer.Argument(
+            help="A family, a variant's folder, a checkpoint, or a run's soup folder.",
+            parser=parse_path,
+        ),
     ],
     as_json: Json = False,
 ) -> None:
-    """Show variants, bytes, the error of every tensor, and history.
+    """Show variants, bytes, the error of every tensor, and history; of a run, its merges.
 
     Example: soupkit inspect family
     """
     from soupkit.describe import describe
+    from soupkit.training.inspection import describe_soup
 
-    document = describe(path)
+    document = describe_soup(path) or describe(path)
     if as_json:
         print_json(document)
     else:

@@ -132,7 +132,7 @@ class Soup:
         if metric is not None and not self.config.feed_back:
             raise ValueError(
                 'metric= has no use with gate="none" and feed_back=False: the side soup is always '
-                "the last merge; leave metric= out"
+                "the last merge; leave metric= out, or pass SoupConfig(feed_back=True)"
             )
         if not self._has_stepped_now():
             return None

@@ -27,7 +27,12 @@ from soupkit.training.ranks import Ranks
 from soupkit.training.report import MergeReport
 from soupkit.training.scoring import Scorer
 from soupkit.training.state import AverageRecord, SoupState
-from soupkit.training.telling import Teller
+from soupkit.training.telling import (
+    REFUSALS_BEFORE_ADVICE,
+    Teller,
+    advice,
+    refusals_at_the_end,
+)
 
 
 class EmaRun:
@@ -80,6 +85,9 @@ class EmaRun:
             self.state, history=(*self.state.history, report.to_json(matrices=False))
         )
         self._teller.tell(report)
+        verdicts = [bool(entry["accepted"]) for entry in self.state.history]
+        if refusals_at_the_end(verdicts) == REFUSALS_BEFORE_ADVICE:
+            self._teller.say(advice(self.config, kept_energy=1.0))
         return report
 
     def on_metric(self, step: int, metric: float) -> None:

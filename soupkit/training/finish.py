@@ -79,12 +79,12 @@ def finish_run(
     Returns:
         The report of the export, on every rank.
     """
-    if export is None and not run.config.load_at_end:
+    if export is None and not run.config.loads_at_end:
         return None
     final, report = run.final(), None
     if export is not None:
         report = _export(run, final, export, step=step, save_companions=save_companions)
-    if run.config.load_at_end and final.instead is not None:
+    if run.config.loads_at_end and final.instead is not None:
         for name in run.store.names:
             # A side soup may be of a time when the run had other dtypes.
             run.store.write(name, final.instead.tensor(name).to(run.store.dtype(name)))

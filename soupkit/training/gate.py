@@ -47,8 +47,8 @@ def wanted_sets(eval_dataset: Any, metric: str) -> list[str | None]:
     losses = ["eval_loss", *(f"eval_{key}_loss" for key in keys)]
     raise ValueError(
         f'metric_for_best={metric!r}: with gate="metric" SoupCallback scores the evaluation loss '
-        f'only ({", ".join(losses)}); use SoupConfig(gate="none"), which lets this metric choose '
-        "the partner, or Soup with evaluate= in your own loop"
+        f'only ({", ".join(losses)}); use SoupConfig(gate="none", feed_back=True), which lets '
+        "this metric choose the partner, or Soup with evaluate= in your own loop"
     )
 
 

@@ -37,13 +37,9 @@ from soupkit.training.report import MergeReport
 from soupkit.training.scoring import Scorer
 from soupkit.training.state import Partner, SoupState
 from soupkit.training.stored_cuts import Found
-from soupkit.training.telling import Teller
+from soupkit.training.telling import REFUSALS_BEFORE_ADVICE, Teller, advice
 from soupkit.training.undo import SetAside
 from soupkit.workers import Workers
-
-REFUSALS_BEFORE_ADVICE = 3
-# Share of the energy above which truncation lost nothing worth a higher rank.
-_ALL = 0.999
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +87,7 @@ class SoupRun:
         self._base_stamp = None if base is None else file_stamp(base)
         self._marked: int | None = None
         self._judge = Judge(
-            feed_back=bool(config.feed_back),
+            feed_back=config.feed_back,
             is_gated=scorer.is_gate,
             greater_is_better=config.greater_is_better,
         )
@@ -333,12 +329,4 @@ class SoupRun:
     def _tell(self, report: MergeReport) -> None:
         self._teller.tell(report, kind="" if self.config.feed_back else "side soup, ")
         if self.state.refused_in_a_row == REFUSALS_BEFORE_ADVICE:
-            # What this run could do otherwise: a rank that keeps all cannot be too low.
-            last_resort = 'method="mean"' if self.config.method != "mean" else "a smaller weight"
-            if self.config.method == "svd_mean" and report.kept_energy < _ALL:
-                last_resort += " or a higher rank"
-            self._teller.say(
-                f"{REFUSALS_BEFORE_ADVICE} merges in a row were refused: set stop_after_step to "
-                "end merging before the learning rate decays, keep the rate constant for longer, "
-                f"or try {last_resort}"
-            )
+            self._teller.say(advice(self.config, kept_energy=report.kept_energy))

@@ -122,7 +122,9 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
             check=self._export_check(trainer),
         )
         self._run = run
-        if run.ranks.is_zero and (advice := _advice(self.config, int(state.max_steps))):
+        has_steps_left = state.max_steps > step
+        advice = _advice(self.config, int(state.max_steps)) if has_steps_left else None
+        if run.ranks.is_zero and advice:
             say(advice)
         if step > 0 and run.is_due(step) and run.state.step < step:
             # The checkpoint was written at a merge point before the merge (just-in-time checkpoints
@@ -205,7 +207,7 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
     def _note_missing(self, metrics: dict[str, float]) -> None:
         """Say once that evaluations do not give the metric that is to choose the partner."""
         name, run = self.config.metric_for_best, self._run
-        is_asked = self.config.gate == "none" and self.config.method != "ema"
+        is_asked = self.config.gate == "none" and self.config.feed_back
         if self._has_seen_metric or run is None or not is_asked:
             return
         # With several evaluation sets each comes with an event of its own.
