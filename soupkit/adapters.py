@@ -21,7 +21,7 @@ from torch import Tensor
 
 from soupkit.checkpoint import Checkpoint
 from soupkit.config import DEFAULT_RANK, check_count
-from soupkit.delta import TensorSource, layout, subtract
+from soupkit.delta import TensorSource, is_embedding, layout, subtract
 from soupkit.encoding import decode
 from soupkit.errors import CheckpointError
 from soupkit.export import Progress
@@ -38,7 +38,6 @@ from soupkit_kernels import Delta
 # Relative energy below which a float32 factorisation is as good as the delta itself.
 EXACT_ENERGY = 1e-10
 
-_EMBEDDING = re.compile(r"(^|[._])(embed\w*|wte|wpe|word_embeddings|position\w*)\.")
 # transformers' Conv1D keeps [in, out]: PEFT calls that fan_in_fan_out.
 _TRANSPOSED_TYPES = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer"}
 _TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc|q_attn)\.weight$")
@@ -203,7 +202,7 @@ class _Builder:
     def _is_linear(self, name: str, shape: tuple[int, ...]) -> bool:
         if layout(name, shape) != "matrix" or not name.endswith(".weight"):
             return False
-        return not _EMBEDDING.search(name) and name not in self._base.tied.values()
+        return not is_embedding(name) and name not in self._base.tied.values()
 
     def _is_transposed(self, name: str) -> bool:
         is_type = self._base.config.get("model_type") in _TRANSPOSED_TYPES

@@ -116,8 +116,8 @@ def merge_pairs(
     _check(name, pairs, rank)
     first = pairs[0]
     with full_precision(first.a):
-        basis_b, betas = _span([pair.b for pair in pairs], first.a.device)
-        basis_a, alphas = _span([pair.a.T for pair in pairs], first.a.device)
+        basis_b, betas = span([pair.b for pair in pairs], first.a.device)
+        basis_a, alphas = span([pair.a.T for pair in pairs], first.a.device)
         cores = [
             pair.scale * beta @ alpha.T
             for pair, beta, alpha in zip(pairs, betas, alphas, strict=True)
@@ -170,7 +170,7 @@ def _check(name: str, pairs: Sequence[Pair], rank: int) -> None:
         check_finite(name, pair.b)
 
 
-def _span(columns: Sequence[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+def span(columns: Sequence[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
     """An orthonormal basis [m, k] of all columns, on the device, and each one's coordinates in it,
     [k, r_i] on the CPU, where LAPACK is the faster for matrices of this size.
     """

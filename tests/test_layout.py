@@ -14,7 +14,7 @@ SOURCES = sorted((ROOT / "soupkit").rglob("*.py")) + sorted((ROOT / "kernels").r
 LAYER = {
     "version": 0,
     "errors": 1, "config": 1, "delta": 1, "svd": 1, "merge": 1, "lora": 1,
-    "numeric": 1, "mean": 1, "solvers": 1, "monosoup": 1, "cuts": 1, "factored": 1, "gauge": 1,
+    "numeric": 1, "mean": 1, "solvers": 1, "monosoup": 1, "opcm": 1, "cuts": 1, "factored": 1, "gauge": 1,
     "encoding": 1, "signs": 1, "refit": 1, "gram": 1, "checks": 1, "forms": 1, "paired": 1,
     "allocate": 1, "candidates": 1, "workers": 1, "window": 1,
     "checkpoint": 2, "files": 2, "bundle": 2, "adapters": 2, "export": 2, "restore": 2,
