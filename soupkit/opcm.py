@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ class OpcmRule:
         ValueError: a value out of range.
     """
 
+    method: ClassVar[str] = "opcm"
     alpha: float = 0.5
     cut: Cut = "block"
 
