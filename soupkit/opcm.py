@@ -44,7 +44,7 @@ class OpcmRule:
 
     Args:
         alpha: share of the sum of singular values whose directions are protected, in [0, 1); or 1,
-            where the authors' code protects none, and so does this.
+            where the authors' code protects none (but for roundings), and so does this.
         cut: "block" or "two_sided".
     Raises:
         ValueError: a value out of range.

@@ -1,7 +1,9 @@
 """OPCM against its authors' code, its identities, and cases worked by hand."""
 
+import json
 import math
 
+import opcm_reference
 import pytest
 import torch
 from hypothesis import given, settings
@@ -133,55 +135,24 @@ def test_turned_factors_change_nothing(cut: str) -> None:
     torch.testing.assert_close(one.b @ one.a, two.b @ two.a, rtol=1e-10, atol=1e-10)
 
 
-def reference(base, tasks, alpha: float):
-    """The serial code of fusion_bench (OPCMForCLIP.run), weights and norms step by step.
-
-    Written from its statements, float64; `tests/opcm_reference.py` runs the code itself.
-    """
-    merged = {name: value.clone() for name, value in tasks[0].items()}
-
-    def norm_from_base(weights) -> float:
-        return math.sqrt(sum(float((weights[n] - base[n]).square().sum()) for n in base))
-
-    norms, previous = [norm_from_base(tasks[0])], 1.0
-    for task in tasks[1:]:
-        norms.append(norm_from_base(task))
-        mean = sum(norms) / len(norms)
-        for name in base:
-            before, delta = merged[name] - base[name], task[name] - base[name]
-            if name == "linear.weight":
-                left, values, right = torch.linalg.svd(before, full_matrices=True)
-                split = int((values.cumsum(0) / values.sum() > alpha).float().argmax())
-                inner = left.T @ delta @ right.T
-                inner.diagonal().fill_(0)
-                inner[:split, :split] = 0
-                delta = left @ inner @ right
-            merged[name] = base[name] + previous * before + delta
-        size = norm_from_base(merged)
-        previous = size / mean
-        merged = {n: base[n] + (merged[n] - base[n]) * (mean / size) for n in base}
-    return merged
-
-
-@pytest.mark.parametrize("alpha", [0.2, 0.5, 0.8])
-def test_streams_of_tasks_end_where_the_code_ends(alpha: float) -> None:
-    """The running sum, scaled once at the end, is the code's chain of lambdas."""
-    shapes = {"linear.weight": (11, 7), "linear.bias": (11,), "embed_tokens.weight": (5, 7)}
-    base = {name: normal(*shape, seed=0) for name, shape in shapes.items()}
-    tasks = [
-        {name: base[name] + 0.1 * normal(*shape, seed=s) for name, shape in shapes.items()}
-        for s in range(1, 6)
-    ]
-    expected = reference(base, tasks, alpha)
+@pytest.mark.parametrize("alpha", opcm_reference.ALPHAS)
+def test_a_stream_of_tasks_ends_where_the_authors_code_ends(alpha: float) -> None:
+    """The running sum, scaled once at the end, is the code's chain of lambdas; recorded results."""
+    expected = json.loads(opcm_reference.RESULTS.read_text())[str(alpha)]
+    base, *tasks = (
+        dict(opcm_reference.model(task).state_dict()) for task in range(opcm_reference.TASKS + 1)
+    )
+    assert base.keys() == expected.keys()
     found = {
         name: opcm(name, [task[name] - base[name] for task in tasks], OpcmRule(alpha))
         for name in base
     }
-    norms = [norm_of([found[name][1][s] for name in base]) for s in range(len(tasks))]
+    norms = [norm_of([found[name][1][i] for name in base]) for i in range(len(tasks))]
     energy = sum(float(total.square().sum()) for total, _ in found.values())
     scale = rescaling(norms, energy)
     for name in base:
-        torch.testing.assert_close(base[name] + scale * found[name][0], expected[name])
+        wanted = torch.tensor(expected[name], dtype=torch.float64).view_as(base[name])
+        torch.testing.assert_close(base[name] + scale * found[name][0], wanted)
     assert math.isclose(scale * math.sqrt(energy), sum(norms) / len(norms))
 
 
