@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from soupkit.adapter_config import CONFIG_NAME, WEIGHTS_NAME, plain_config
 from soupkit.checkpoint import Checkpoint
 from soupkit.config import DEFAULT_RANK, check_count
 from soupkit.delta import TensorSource, is_embedding, layout, subtract
@@ -157,7 +158,7 @@ class _Builder:
         self._folder = folder
         self._base = base
         self._rank = rank
-        self._file = SpooledFile(folder / "adapter_model.safetensors")
+        self._file = SpooledFile(folder / WEIGHTS_NAME)
         self._ranks: dict[str, int] = {}
         self._lost: dict[str, float] = {}
         self._left_out: list[str] = []
@@ -229,7 +230,7 @@ class _Builder:
                 f"no linear layer changed ({left} did): a LoRA adapter would be empty"
             )
         self._file.finish(metadata={"format": "pt"})
-        atomic_write_json(self._folder / "adapter_config.json", self._config())
+        atomic_write_json(self._folder / CONFIG_NAME, self._config())
         energy = self._energy
         return AdapterReport(
             path=out,
@@ -241,25 +242,13 @@ class _Builder:
         )
 
     def _config(self) -> dict[str, Any]:
-        largest = max(self._ranks.values())
-        others = {module: rank for module, rank in self._ranks.items() if rank != largest}
-        return {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": self._base.source,
-            "revision": self._base.revision,
-            "inference_mode": True,
-            "r": largest,
-            "lora_alpha": largest,
-            "lora_dropout": 0.0,
-            "bias": "none",
-            "fan_in_fan_out": any(
-                self._is_transposed(f"{module}.weight") for module in self._ranks
-            ),
-            "target_modules": sorted(self._ranks),
-            "rank_pattern": {f"^{re.escape(module)}": rank for module, rank in others.items()},
-            "alpha_pattern": {f"^{re.escape(module)}": rank for module, rank in others.items()},
-        }
+        is_transposed = any(self._is_transposed(f"{module}.weight") for module in self._ranks)
+        return plain_config(
+            base=self._base.source,
+            revision=self._base.revision,
+            ranks=self._ranks,
+            carried={"task_type": "CAUSAL_LM", "fan_in_fan_out": is_transposed},
+        )
 
     def close(self) -> None:
         """Drop what is unfinished."""
