@@ -144,7 +144,7 @@ def units_of(config: AdapterConfig, specs: Mapping[str, TensorSpec]) -> tuple[Un
 
 def _parsed(stored: str) -> tuple[str, bool, str, str | None]:
     """Module, whether it is an embedding, "A" or "B", and the adapter's name if there is one."""
-    name = canonical_name(stored.removeprefix(PREFIX))
+    name = canonical_name(stored).removeprefix(PREFIX)
     for pattern in (_LINEAR, _EMBEDDING):
         if match := pattern.fullmatch(name):
             module, side, adapter = match.groups()
@@ -171,6 +171,11 @@ def _unit(
         )
     rank, scale = told.pop()
     is_bare = keys != (module,)
+    if _BASE_LAYER in (owner_of(module) if is_bare else module):
+        raise ValueError(
+            f"{sides['A']} lies inside another adapted layer (nn.MultiheadAttention, or bare "
+            "parameters that target_parameters does not name): leave that layer out"
+        )
     kind, out_in, kernel = _shaped(sides, a, b)
     experts = None
     if is_bare:

@@ -169,7 +169,7 @@ def adapter_document(report: Any) -> dict[str, Any]:
 
 def print_budget(document: dict[str, Any]) -> None:
     """Print what an export under a budget chose, and what other budgets would buy, on stdout."""
-    console = _console()
+    console = table_console()
     if "choices" in document:
         table = Table("encoding", "tensors", "bytes", "lost energy")
         for group in document["choices"]:
@@ -228,7 +228,7 @@ def show_progress(
 
 def print_inspection(document: dict[str, Any]) -> None:
     """Print what soupkit.describe found as tables on stdout."""
-    console = _console()
+    console = table_console()
     if document["kind"] == "family":
         _print_family(console, document)
     elif document["kind"] == "variant":
@@ -241,7 +241,8 @@ def print_inspection(document: dict[str, Any]) -> None:
             console.print(f"{alias} is tied to {source}", highlight=False, soft_wrap=True)
 
 
-def _console() -> Console:
+def table_console() -> Console:
+    """A console on stdout that cuts no name where nothing bounds it."""
     console = Console()
     return console if console.is_terminal else Console(width=PIPE_COLUMNS)
 

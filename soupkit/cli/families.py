@@ -234,7 +234,10 @@ def restore(
 def inspect(
     path: Annotated[
         Path,
-        typer.Argument(help="A family, a variant's folder, or a checkpoint.", parser=parse_path),
+        typer.Argument(
+            help="A family, a variant's folder, a pool of adapters, or a checkpoint.",
+            parser=parse_path,
+        ),
     ],
     as_json: Json = False,
 ) -> None:
@@ -242,11 +245,14 @@ def inspect(
 
     Example: soupkit inspect family
     """
+    from soupkit.cli.pool import print_pool
     from soupkit.describe import describe
 
     document = describe(path)
     if as_json:
         print_json(document)
+    elif document["kind"] == "pool":
+        print_pool(document)
     else:
         print_inspection(document)
 
