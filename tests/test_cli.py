@@ -34,6 +34,7 @@ COMMANDS = [
     "bench",
     "distill",
     "report",
+    "plan",
 ]
 
 
