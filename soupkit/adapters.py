@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from soupkit.adapter_config import CONFIG_NAME, WEIGHTS_NAME, plain_config
 from soupkit.checkpoint import Checkpoint
 from soupkit.config import DEFAULT_RANK, check_count
-from soupkit.delta import TensorSource, layout, subtract
+from soupkit.delta import TensorSource, is_embedding, layout, subtract
 from soupkit.encoding import decode
 from soupkit.errors import CheckpointError
 from soupkit.export import Progress
@@ -38,7 +39,6 @@ from soupkit_kernels import Delta
 # Relative energy below which a float32 factorisation is as good as the delta itself.
 EXACT_ENERGY = 1e-10
 
-_EMBEDDING = re.compile(r"(^|[._])(embed\w*|wte|wpe|word_embeddings|position\w*)\.")
 # transformers' Conv1D keeps [in, out]: PEFT calls that fan_in_fan_out.
 _TRANSPOSED_TYPES = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer"}
 _TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc|q_attn)\.weight$")
@@ -158,7 +158,7 @@ class _Builder:
         self._folder = folder
         self._base = base
         self._rank = rank
-        self._file = SpooledFile(folder / "adapter_model.safetensors")
+        self._file = SpooledFile(folder / WEIGHTS_NAME)
         self._ranks: dict[str, int] = {}
         self._lost: dict[str, float] = {}
         self._left_out: list[str] = []
@@ -203,7 +203,7 @@ class _Builder:
     def _is_linear(self, name: str, shape: tuple[int, ...]) -> bool:
         if layout(name, shape) != "matrix" or not name.endswith(".weight"):
             return False
-        return not _EMBEDDING.search(name) and name not in self._base.tied.values()
+        return not is_embedding(name) and name not in self._base.tied.values()
 
     def _is_transposed(self, name: str) -> bool:
         is_type = self._base.config.get("model_type") in _TRANSPOSED_TYPES
@@ -230,7 +230,7 @@ class _Builder:
                 f"no linear layer changed ({left} did): a LoRA adapter would be empty"
             )
         self._file.finish(metadata={"format": "pt"})
-        atomic_write_json(self._folder / "adapter_config.json", self._config())
+        atomic_write_json(self._folder / CONFIG_NAME, self._config())
         energy = self._energy
         return AdapterReport(
             path=out,
@@ -242,25 +242,13 @@ class _Builder:
         )
 
     def _config(self) -> dict[str, Any]:
-        largest = max(self._ranks.values())
-        others = {module: rank for module, rank in self._ranks.items() if rank != largest}
-        return {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": self._base.source,
-            "revision": self._base.revision,
-            "inference_mode": True,
-            "r": largest,
-            "lora_alpha": largest,
-            "lora_dropout": 0.0,
-            "bias": "none",
-            "fan_in_fan_out": any(
-                self._is_transposed(f"{module}.weight") for module in self._ranks
-            ),
-            "target_modules": sorted(self._ranks),
-            "rank_pattern": {f"^{re.escape(module)}": rank for module, rank in others.items()},
-            "alpha_pattern": {f"^{re.escape(module)}": rank for module, rank in others.items()},
-        }
+        is_transposed = any(self._is_transposed(f"{module}.weight") for module in self._ranks)
+        return plain_config(
+            base=self._base.source,
+            revision=self._base.revision,
+            ranks=self._ranks,
+            carried={"task_type": "CAUSAL_LM", "fan_in_fan_out": is_transposed},
+        )
 
     def close(self) -> None:
         """Drop what is unfinished."""

@@ -39,15 +39,19 @@ _IGNORED: dict[str, tuple[str, ...]] = {
 _VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-def check_variant_name(name: str) -> str:
-    """Return `name` if it may name a variant, its folder and a model; ValueError otherwise."""
+def check_variant_name(name: str, what: str = "variant name") -> str:
+    """Return `name` if it may name a variant, its folder and a model; ValueError otherwise.
+
+    Args:
+        what: that the name is of, for the message.
+    """
     if not isinstance(name, str) or not _VARIANT_NAME.fullmatch(name):
         raise ValueError(
-            f"variant name {name!r}: needs 1 to 128 characters, a letter or digit first, then "
+            f"{what} {name!r}: needs 1 to 128 characters, a letter or digit first, then "
             "letters, digits, '.', '_' or '-'; choose another name"
         )
     if name == BASE_NAME:
-        raise ValueError(f"variant name {name!r} is kept for the base model; choose another name")
+        raise ValueError(f"{what} {name!r} is kept for the base model; choose another name")
     return name
 
 

@@ -27,6 +27,8 @@ WRAPPER_PARTS = frozenset(
     {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 )
 
+_EMBEDDING = re.compile(r"(^|[._])(embed\w*|wte|wpe|word_embeddings|position\w*)\.")
+
 
 class TensorSource(Protocol):
     """Anything that hands out whole tensors by canonical parameter name, one at a time."""
@@ -76,6 +78,11 @@ def layout(name: str, shape: Sequence[int]) -> Layout:
     if len(shape) >= 4 or name == "weight" or name.endswith(".weight"):
         return "conv"
     return "experts"
+
+
+def is_embedding(name: str) -> bool:
+    """Whether a parameter of this name is a table of embeddings rather than a linear's weight."""
+    return _EMBEDDING.search(name) is not None
 
 
 def as_matrices(name: str, tensor: Tensor) -> Tensor:

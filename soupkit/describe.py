@@ -1,5 +1,5 @@
-"""What `soupkit inspect` tells: a family, one of its variants, or a checkpoint, as one JSON
-document.
+"""What `soupkit inspect` tells: a family, one of its variants, a pool of adapters, or a checkpoint,
+as one JSON document.
 """
 
 from dataclasses import asdict
@@ -11,23 +11,27 @@ from soupkit.checkpoint import Checkpoint, checkpoint_fingerprint, open_checkpoi
 from soupkit.errors import SoupkitError
 from soupkit.family import FAMILY_NAME
 from soupkit.manifest import MANIFEST_NAME, itemise, model_bf16_bytes
+from soupkit.pool import AdapterPool
+from soupkit.pool_manifest import POOL_NAME
 
 
 def describe(path: str | Path) -> dict[str, Any]:
     """Describe what lies at `path`.
 
     Returns:
-        {"kind": "family" | "variant" | "checkpoint", ...}, JSON types only. A variant of a family
-        that cannot be opened has only a "fault".
+        {"kind": "family" | "variant" | "pool" | "checkpoint", ...}, JSON types only. A variant of a
+        family that cannot be opened has only a "fault".
 
     Raises:
-        BundleError, CheckpointError: it is none of the three, or damaged.
+        BundleError, PoolError, CheckpointError: it is none of the four, or damaged.
     """
     path = Path(path)
     if (path / FAMILY_NAME).exists():
         return _family(path)
     if (path / MANIFEST_NAME).exists():
         return {"kind": "variant", "path": str(path), **_variant(open_variant(path))}
+    if (path / POOL_NAME).exists():
+        return AdapterPool(path).to_json()
     return _checkpoint(open_checkpoint(path))
 
 

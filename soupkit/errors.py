@@ -3,6 +3,7 @@
     SoupkitError
     |-- CheckpointError   a model folder: missing, truncated, or two that do not fit
     |-- BundleError       a variant or a family on disk: hostile, truncated, of another base
+    |-- PoolError         an adapter pool: damaged, full, or of another base
     |-- MergeError        deltas that cannot be merged: not finite, different shapes
     |-- TrainingError     a run that cannot be souped or resumed
     `-- ServingError      a server that cannot load or answer
@@ -22,6 +23,10 @@ class CheckpointError(SoupkitError):
 
 class BundleError(SoupkitError):
     """A variant or a family on disk is damaged, hostile, or belongs to another base."""
+
+
+class PoolError(SoupkitError):
+    """A pool of adapters is damaged, has no place for one, or belongs to another base."""
 
 
 class MergeError(SoupkitError):

@@ -75,7 +75,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Core:
+class Core:
     """U diag(S) V^T of a core, float64 on the CPU, and the solver that gave it."""
 
     left: Tensor
@@ -116,15 +116,15 @@ def merge_pairs(
     _check(name, pairs, rank)
     first = pairs[0]
     with full_precision(first.a):
-        basis_b, betas = _span([pair.b for pair in pairs], first.a.device)
-        basis_a, alphas = _span([pair.a.T for pair in pairs], first.a.device)
+        basis_b, betas = span([pair.b for pair in pairs], first.a.device)
+        basis_a, alphas = span([pair.a.T for pair in pairs], first.a.device)
         cores = [
             pair.scale * beta @ alpha.T
             for pair, beta, alpha in zip(pairs, betas, alphas, strict=True)
         ]
         norms = tuple(float(torch.linalg.matrix_norm(core)) for core in cores)
         merged, share, solver = _merge_cores(cores, weights, rule)
-        done = _decompose(merged)
+        done = decompose(merged)
         floor = max(_ZERO * float(done.values[0]), ROUNDING * max(norms))
         kept = min(rank, int((done.values > floor).sum()))
         if any(norms) or rank != first.rank:
@@ -170,7 +170,7 @@ def _check(name: str, pairs: Sequence[Pair], rank: int) -> None:
         check_finite(name, pair.b)
 
 
-def _span(columns: Sequence[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+def span(columns: Sequence[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
     """An orthonormal basis [m, k] of all columns, on the device, and each one's coordinates in it,
     [k, r_i] on the CPU, where LAPACK is the faster for matrices of this size.
     """
@@ -179,7 +179,7 @@ def _span(columns: Sequence[Tensor], device: torch.device) -> tuple[Tensor, list
     return basis, list(coordinates.cpu().split([part.shape[1] for part in wide], dim=1))
 
 
-def _decompose(core: Tensor) -> _Core:
+def decompose(core: Tensor) -> Core:
     """The SVD of a core, short side first solved for."""
     is_tall = core.shape[0] >= core.shape[1]
     tall = core if is_tall else core.T
@@ -189,11 +189,11 @@ def _decompose(core: Tensor) -> _Core:
     values, order = values.sort(descending=True, stable=True)
     image, vectors = image[:, order], vectors[:, order]
     unit = image / torch.where(values > 0, values, torch.ones_like(values))
-    return _Core(unit, values, vectors, solver) if is_tall else _Core(vectors, values, unit, solver)
+    return Core(unit, values, vectors, solver) if is_tall else Core(vectors, values, unit, solver)
 
 
 def _in_gauge_of(
-    own: tuple[Tensor, Tensor], done: _Core, kept: int, scale: float
+    own: tuple[Tensor, Tensor], done: Core, kept: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Factors of the core's first `kept` triplets over `scale`, near the own (beta, alpha^T)."""
     return nearest_factors(
@@ -211,7 +211,7 @@ def _merge_cores(
     """The rule on cores: the merged core, the share of energy that it keeps, its solvers."""
     share, solvers = 1.0, set[str]()
     if rule.method == "svd_mean":
-        cuts = [_decompose(core) for core in cores]
+        cuts = [decompose(core) for core in cores]
         ranks = [_rank_for(rule, cut.values) for cut in cuts]
         total = math.fsum(cut.energy() for cut in cuts)
         kept = math.fsum(cut.energy(rank) for cut, rank in zip(cuts, ranks, strict=True))
@@ -220,7 +220,7 @@ def _merge_cores(
     mean = torch.stack([core * weight for core, weight in zip(cores, weights, strict=True)]).sum(0)
     if rule.method != "monosoup":
         return mean, share, solvers
-    whole = _decompose(mean)
+    whole = decompose(mean)
     k, high, low, share, _, _ = monosoup_coefficients(whole.values, energy=rule.energy)
     return low * mean + (high - low) * whole.matrix(k), share, {whole.solver}
 

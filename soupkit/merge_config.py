@@ -19,6 +19,7 @@ import yaml
 
 from soupkit.files import fault_text, open_regular
 from soupkit.merge import MergeRule
+from soupkit.opcm import OpcmRule
 
 _MAX_BYTES = 2**20
 _KEYS = {"merge_method", "models", "base_model", "parameters", "dtype", "out_dtype"}
@@ -36,13 +37,13 @@ class MergePlan:
 
     Attributes:
         base: folder or hub id. checkpoints: the same, in the order of the rule's weights.
-        rule: a mean. dtype: of the result, by name; None: the base's.
+        rule: a mean, of a config. dtype: of the result, by name; None: the base's.
         method: mergekit's name of it.
     """
 
     base: str
     checkpoints: tuple[str, ...]
-    rule: MergeRule
+    rule: MergeRule | OpcmRule
     dtype: str | None
     method: str
 

@@ -38,7 +38,7 @@ _MORE_COPIES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Done:
+class Written:
     """What a job wrote: bytes of the checkpoints that it read, and its share of the report."""
 
     name: str
@@ -80,7 +80,7 @@ class Merger:
             CheckpointError: whole numbers on which the checkpoints differ. MergeError: a weight is
                 not finite, or beyond the range of its dtype. OSError: the disk refused.
         """
-        found: dict[str, list[_Done]] = {name: [] for name in self._specs}
+        found: dict[str, list[Written]] = {name: [] for name in self._specs}
         done, total = 0, sum(self._read_bytes(name) for name in self._specs)
         # Its settings are the process's: threads of their own would undo each other's.
         with full_precision(torch.empty(0)), Workers() as workers:
@@ -98,14 +98,15 @@ class Merger:
         entries = math.prod(shape) if entries is None else entries
         return sum(entries * one.dtype(name).itemsize for one in self._checkpoints)
 
-    def _jobs(self, writer: ShardWriter) -> Iterator[Job[_Done]]:
+    def _jobs(self, writer: ShardWriter) -> Iterator[Job[Written]]:
         """What makes the result, whole matrices first and the largest of them before: two of them
         at the end would leave threads idle.
         """
         whole = [name for name in self._specs if self._is_whole(name)]
         for name in sorted(whole, key=lambda name: -self._specs[name].nbytes):
-            rows = min(self._base.shape(name)[0], self._specs[name].shape[0])
-            entries = math.prod(self._base.shape(name)[1:]) * rows
+            ours, theirs = self._specs[name].shape, self._base.shape(name)
+            # A scalar has no rows.
+            entries = math.prod((*map(min, ours[:1], theirs[:1]), *theirs[1:]))
             need = 4 * entries * (len(self._checkpoints) + _MORE_COPIES)
             yield Job(need, partial(self._begin, name, partial(self._merge_whole, writer, name)))
             # Rows that the base has not are averaged.
@@ -125,7 +126,7 @@ class Merger:
             and 0 not in self._specs[name].shape
         )
 
-    def _mean_jobs(self, writer: ShardWriter, name: str, first: int) -> Iterator[Job[_Done]]:
+    def _mean_jobs(self, writer: ShardWriter, name: str, first: int) -> Iterator[Job[Written]]:
         """The mean of a parameter's entries from `first` on."""
         entries = math.prod(self._specs[name].shape)
         common = min(entries, math.prod(self._base.shape(name)))
@@ -135,17 +136,17 @@ class Merger:
                 act = partial(self._mean, writer, name, part, is_common=is_common)
                 yield Job(16 * BLOCK_ENTRIES, partial(self._begin, name, act))
 
-    def _begin(self, name: str, act: Callable[[], _Done]) -> Callable[[], _Done]:
+    def _begin(self, name: str, act: Callable[[], Written]) -> Callable[[], Written]:
         # Nothing is told the disk before: from a cold cache that took 1.1 to 1.5 times as long (two
         # 0.5 GB models, five pairs of runs).
-        def run() -> _Done:
+        def run() -> Written:
             started = time.perf_counter()
             with naming_the_culprit(name, self._base, *self._checkpoints):
                 return replace(act(), seconds=time.perf_counter() - started)
 
         return run
 
-    def _copy(self, writer: ShardWriter, name: str) -> _Done:
+    def _copy(self, writer: ShardWriter, name: str) -> Written:
         """Whole numbers, on which the checkpoints must agree."""
         ours = [one.tensor(name) for one in self._checkpoints]
         if any(not torch.equal(one, ours[0]) for one in ours[1:]):
@@ -153,9 +154,9 @@ class Merger:
                 f"{name}: {ours[0].dtype} cannot be averaged, and the checkpoints differ"
             )
         writer.write(name, ours[0])
-        return _Done(name, self._read_bytes(name))
+        return Written(name, self._read_bytes(name))
 
-    def _mean(self, writer: ShardWriter, name: str, part: slice, *, is_common: bool) -> _Done:
+    def _mean(self, writer: ShardWriter, name: str, part: slice, *, is_common: bool) -> Written:
         spec = self._specs[name]
         theirs = self._base.tensor(name).reshape(-1)[part] if is_common else None
         ours = [one.tensor(name).reshape(-1)[part] for one in self._checkpoints]
@@ -166,9 +167,9 @@ class Merger:
             at += len(mean)
             found.append(sums)
         nbytes = self._read_bytes(name, part.stop - part.start)
-        return _Done(name, nbytes, part.start, joined(found) if is_common else None)
+        return Written(name, nbytes, part.start, joined(found) if is_common else None)
 
-    def _merge_whole(self, writer: ShardWriter, name: str) -> _Done:
+    def _merge_whole(self, writer: ShardWriter, name: str) -> Written:
         """svd_mean or monosoup of the rows that the base has, too."""
         spec = self._specs[name]
         theirs = self._base.tensor(name)
@@ -182,11 +183,11 @@ class Merger:
         for at in range(0, len(flat), BLOCK_ENTRIES):
             block = slice(at, at + BLOCK_ENTRIES)
             writer.write(
-                name, rounded(name, _sum(base[block], flat[block]), spec.dtype), first_entry=at
+                name, rounded(name, added(base[block], flat[block]), spec.dtype), first_entry=at
             )
-        return _Done(name, self._read_bytes(name, theirs.numel()), report=report)
+        return Written(name, self._read_bytes(name, theirs.numel()), report=report)
 
-    def _report(self, name: str, parts: Sequence[_Done]) -> MatrixReport | None:
+    def _report(self, name: str, parts: Sequence[Written]) -> MatrixReport | None:
         """The report of a parameter; None of whole numbers and where there are no entries."""
         for part in parts:
             if part.report is not None:
@@ -214,7 +215,7 @@ class Merger:
         )
 
 
-def _sum(theirs: Tensor, merged: Tensor) -> Tensor:
+def added(theirs: Tensor, merged: Tensor) -> Tensor:
     """The base plus a merged delta, which may be overwritten; float64 where the base is."""
     if theirs.dtype == torch.float64:
         return theirs + merged

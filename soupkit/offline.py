@@ -1,11 +1,10 @@
 """Merging model folders on disk, tensor by tensor, into a new folder that transformers loads.
 
-    W = W_base + merge(W_1 - W_base, ..., W_k - W_base)      (soupkit.merge, in float32, rounded
-    once)
+    W = W_base + merge(W_1 - W_base, ..., W_k - W_base)      in float32, rounded once
 
 Where all checkpoints resized the vocabulary alike, common rows are merged as deltas and the extra
-rows averaged. soupkit.merger does the work. It decides nothing: methods and weights come from the
-caller.
+rows averaged. soupkit.merger does the work, soupkit.opcm_merger that of OPCM. It decides nothing:
+methods and weights come from the caller.
 """
 
 import shutil
@@ -24,6 +23,8 @@ from soupkit.export import Progress
 from soupkit.files import atomic_folder, atomic_write_json, plain_json
 from soupkit.merge import MatrixReport, MergeRule
 from soupkit.merger import Merger
+from soupkit.opcm import OpcmRule
+from soupkit.opcm_merger import OpcmMerger
 from soupkit.pairs import pair_names
 from soupkit.shards import ShardWriter
 from soupkit.tensorfile import TensorSpec
@@ -44,7 +45,7 @@ class OfflineReport:
     """
 
     path: Path
-    rule: MergeRule
+    rule: MergeRule | OpcmRule
     matrices: tuple[MatrixReport, ...]
     companions: dict[str, str]
     seconds: float
@@ -54,7 +55,7 @@ class OfflineReport:
         document: dict[str, Any] = plain_json(
             {
                 "soupkit": __version__,
-                "rule": asdict(self.rule),
+                "rule": {"method": self.rule.method, **asdict(self.rule)},
                 "seconds": self.seconds,
                 "companions": self.companions,
                 "matrices": [matrix.to_json() for matrix in self.matrices],
@@ -68,7 +69,7 @@ def merge_checkpoints(
     checkpoints: Sequence[Checkpoint],
     *,
     out: str | Path,
-    rule: MergeRule,
+    rule: MergeRule | OpcmRule,
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
 ) -> OfflineReport:
@@ -76,7 +77,7 @@ def merge_checkpoints(
 
     Args:
         checkpoints: at least one. rule: method, rank or energy, weights in the order of
-            checkpoints.
+            checkpoints; or OPCM's, which takes them one after the other.
         dtype: of all floating weights; None: each as in the base.
         progress: called with the name of the tensor just worked on, bytes of the checkpoints (not
             the base) that were read, and these bytes in all.
@@ -89,13 +90,17 @@ def merge_checkpoints(
     started = time.monotonic()
     if not checkpoints:
         raise ValueError("no checkpoints to merge: give at least one")
-    rule.weights_for(len(checkpoints))
+    if isinstance(rule, MergeRule):
+        rule.weights_for(len(checkpoints))
     shapes = _merged_shapes(base, checkpoints)
     specs = {
         name: _spec(name, shape, base, checkpoints[0], dtype) for name, shape in shapes.items()
     }
-    merger = Merger(base, checkpoints, rule, specs)
     with atomic_folder(Path(out)) as folder:
+        if isinstance(rule, OpcmRule):
+            merger: Merger = OpcmMerger(base, checkpoints, rule, specs, scratch=folder / ".held")
+        else:
+            merger = Merger(base, checkpoints, rule, specs)
         writer = ShardWriter(folder, specs)
         try:
             merger.write(writer, progress)

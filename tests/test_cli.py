@@ -34,6 +34,7 @@ COMMANDS = [
     "bench",
     "distill",
     "report",
+    "plan",
 ]
 
 
@@ -81,7 +82,7 @@ def test_no_command_and_unknown_options_are_usage():
     for command in COMMANDS:
         assert run(command).exit_code == 2
         assert run(command, "--nothing").exit_code == 2
-    assert "--method" in complaint("merge", "a", "b", "--out", "c", "--method", "opcm", code=2)
+    assert "--method" in complaint("merge", "a", "b", "--out", "c", "--method", "ties", code=2)
     assert run("merge", "a", "b", "--out", "c", "--config", "x").exit_code == 2
 
 

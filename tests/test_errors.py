@@ -6,7 +6,8 @@ from soupkit import errors
 
 
 @pytest.mark.parametrize(
-    "name", ["CheckpointError", "BundleError", "MergeError", "TrainingError", "ServingError"]
+    "name",
+    ["CheckpointError", "BundleError", "PoolError", "MergeError", "TrainingError", "ServingError"],
 )
 def test_every_error_is_a_soupkit_error_and_drawn_in_the_tree(name: str) -> None:
     error = getattr(errors, name)

@@ -14,14 +14,20 @@ SOURCES = sorted((ROOT / "soupkit").rglob("*.py")) + sorted((ROOT / "kernels").r
 LAYER = {
     "version": 0,
     "errors": 1, "config": 1, "delta": 1, "svd": 1, "merge": 1, "lora": 1,
-    "numeric": 1, "mean": 1, "solvers": 1, "monosoup": 1, "cuts": 1, "factored": 1, "gauge": 1,
+    "numeric": 1, "mean": 1, "solvers": 1, "monosoup": 1, "opcm": 1, "cuts": 1,
+    "factored": 1, "gauge": 1,
     "encoding": 1, "signs": 1, "refit": 1, "gram": 1, "checks": 1, "forms": 1, "paired": 1,
-    "allocate": 1, "candidates": 1, "workers": 1, "window": 1,
+    "allocate": 1, "candidates": 1, "workers": 1, "window": 1, "alike": 1, "lora_kinds": 1,
+    "kmerge": 1, "slot_merge": 1, "placement": 1,
+    "pool": 2, "pool_manifest": 2, "pool_admission": 2, "pool_slots": 2, "pool_place": 2,
     "checkpoint": 2, "files": 2, "bundle": 2, "adapters": 2, "export": 2, "restore": 2,
     "offline": 2, "verify": 2, "tracking": 2, "tensorfile": 2, "fingerprint": 2, "companions": 2,
     "shards": 2, "manifest": 2, "blocks": 2, "family": 2, "family_write": 2, "describe": 2,
     "dense": 2, "pairs": 2, "rewrite": 2, "bitdelta_file": 2, "merge_config": 2,
-    "budget": 2, "merger": 2, "survey": 2, "stored": 2, "partial": 2, "streaming": 2,
+    "budget": 2, "merger": 2, "opcm_merger": 2, "survey": 2, "stored": 2, "partial": 2,
+    "streaming": 2,
+    "adapter_config": 2, "adapter_folder": 2, "adapter_layout": 2, "adapter_write": 2,
+    "adapter_variant": 2,
     "training": 3, "serving": 3, "distill": 3,
     "quality": 3, "exact_match": 3, "report": 3, "report_figures": 3, "report_page": 3,
     "bench": 4, "cli": 4, "__main__": 4,
@@ -53,7 +59,16 @@ ONLY_IN = {
     "yaml": {"soupkit/merge_config.py"},
     "typer": {
         f"soupkit/cli/{room}.py"
-        for room in ("app", "models", "families", "running", "tuning", "quality")
+        for room in (
+            "app",
+            "models",
+            "families",
+            "running",
+            "tuning",
+            "quality",
+            "pool",
+            "planning",
+        )
     },
 }
 L1_MAY_IMPORT = {"torch", "numpy", "soupkit", "soupkit_kernels"}

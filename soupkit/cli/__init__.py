@@ -10,6 +10,8 @@ from soupkit.cli import models as models  # isort: skip
 from soupkit.cli import families as families  # isort: skip
 from soupkit.cli import tuning as tuning  # isort: skip
 from soupkit.cli import quality as quality  # isort: skip
+from soupkit.cli import pool as pool  # isort: skip
+from soupkit.cli import planning as planning  # isort: skip
 from soupkit.cli import running as running  # isort: skip
 from soupkit.cli.app import app
 from soupkit.cli.console import prepare_process

@@ -38,6 +38,14 @@ class Method(str, Enum):
     svd_mean = "svd_mean"
     monosoup = "monosoup"
     mean = "mean"
+    opcm = "opcm"
+
+
+class Cut(str, Enum):
+    """What OPCM takes from a task."""
+
+    block = "block"
+    two_sided = "two_sided"
 
 
 class Dtype(str, Enum):

@@ -234,7 +234,7 @@ def inspect(
     path: Annotated[
         Path,
         typer.Argument(
-            help="A family, a variant's folder, a checkpoint, or a run's soup folder.",
+            help="A family, a variant's folder, a checkpoint, a run's soup folder, or a pool.",
             parser=parse_path,
         ),
     ],
@@ -244,12 +244,15 @@ def inspect(
 
     Example: soupkit inspect family
     """
+    from soupkit.cli.pool import print_pool
     from soupkit.describe import describe
     from soupkit.training.inspection import describe_soup
 
     document = describe_soup(path) or describe(path)
     if as_json:
         print_json(document)
+    elif document["kind"] == "pool":
+        print_pool(document)
     else:
         print_inspection(document)
 

@@ -1,12 +1,13 @@
 """Commands from model folders to model folders: merge, lora."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from soupkit.cli.app import BaseOption, Json, Out, command, parse_path, torch_dtype
 from soupkit.cli.console import (
+    Cut,
     Dtype,
     Method,
     adapter_document,
@@ -16,6 +17,10 @@ from soupkit.cli.console import (
     show_progress,
 )
 from soupkit.config import DEFAULT_RANK
+
+if TYPE_CHECKING:
+    from soupkit.merge import MergeRule
+    from soupkit.opcm import OpcmRule
 
 
 @command
@@ -46,6 +51,12 @@ def merge(
     weights: Annotated[
         str | None, typer.Option(help="One number a checkpoint, as in 0.7,0.3 [default: equal].")
     ] = None,
+    alpha: Annotated[
+        float | None, typer.Option(help="With opcm: share of what is merged to protect [0.5].")
+    ] = None,
+    cut: Annotated[
+        Cut | None, typer.Option(help="With opcm: as its code or its paper [block].")
+    ] = None,
     dtype: Annotated[
         Dtype | None, typer.Option(help="Of the result [default: the config's, or the base's].")
     ] = None,
@@ -57,7 +68,6 @@ def merge(
     Example: soupkit merge base ft-1 ft-2 --out merged --method svd_mean --rank 64
     """
     from soupkit.checkpoint import open_checkpoint
-    from soupkit.merge import MergeRule
     from soupkit.merge_config import MergePlan, read_merge_config
     from soupkit.offline import merge_checkpoints
 
@@ -65,12 +75,10 @@ def merge(
         if base is None or not checkpoints:
             raise typer.BadParameter("give BASE and CHECKPOINTS, or --config")
         chosen = method or Method.svd_mean
-        if chosen is Method.svd_mean and rank is None and energy is None:
-            rank = DEFAULT_RANK
-        rule = MergeRule(chosen.value, rank, energy, parse_weights(weights), seed)
+        rule = _rule(chosen, (rank, energy, weights), seed, (alpha, cut))
         plan = MergePlan(base, tuple(checkpoints), rule, None, chosen.value)
     else:
-        given = (base, method, rank, energy, weights)
+        given = (base, method, rank, energy, weights, alpha, cut)
         if checkpoints or any(one is not None for one in given):
             raise typer.BadParameter("--config says what is merged and how: leave the rest out")
         plan = read_merge_config(config)
@@ -89,6 +97,29 @@ def merge(
     count = len(plan.checkpoints)
     told = "1 checkpoint" if count == 1 else f"{count} checkpoints"
     say(f"{out}: {plan.method} of {told} in {report.seconds:.1f} s")
+
+
+def _rule(
+    method: Method,
+    mean: tuple[int | None, float | None, str | None],
+    seed: int,
+    opcm: tuple[float | None, Cut | None],
+) -> "MergeRule | OpcmRule":
+    """The rule that the options say. Args: mean: rank, energy, weights. opcm: alpha, cut."""
+    from soupkit.merge import MergeRule
+    from soupkit.opcm import OpcmRule
+
+    rank, energy, weights = mean
+    alpha, cut = opcm
+    if method is Method.opcm:
+        if any(one is not None for one in mean):
+            raise typer.BadParameter("--method opcm takes --alpha and --cut only, no means")
+        return OpcmRule(0.5 if alpha is None else alpha, "block" if cut is None else cut.value)
+    if any(one is not None for one in opcm):
+        raise typer.BadParameter("--alpha and --cut are for --method opcm")
+    if method is Method.svd_mean and rank is None and energy is None:
+        rank = DEFAULT_RANK
+    return MergeRule(method.value, rank, energy, parse_weights(weights), seed)
 
 
 @command

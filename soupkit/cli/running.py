@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from soupkit.cli.app import BaseOption, FamilyPath, Json, command
+from soupkit.cli.app import BaseOption, FamilyPath, Json, command, parse_path
 from soupkit.cli.console import Dtype, leave_signals, parse_bytes, print_json, show_progress
 
 if TYPE_CHECKING:
@@ -37,6 +37,14 @@ def serve(
     ] = None,
     host_cache_bytes: Annotated[
         str | None, typer.Option(help="What variants may hold in host memory, with a GPU.")
+    ] = None,
+    pool: Annotated[
+        Path | None,
+        typer.Option(help="Pool of LoRA adapters to serve too: `soupkit pool`.", parser=parse_path),
+    ] = None,
+    adapters: Annotated[
+        Path | None,
+        typer.Option(help="Adapters that come into the pool when asked for.", parser=parse_path),
     ] = None,
     pin: Annotated[list[str] | None, typer.Option(help="Variant that is never evicted.")] = None,
     auto_pin: Annotated[
@@ -70,6 +78,8 @@ def serve(
         dtype=dtype.value if dtype else None,
         cache_bytes=parse_bytes(cache_bytes),
         host_cache_bytes=parse_bytes(host_cache_bytes) or 0,
+        pool=pool,
+        adapters=adapters,
         pin=pin or (),
         auto_pin=auto_pin,
         max_running=max_running,

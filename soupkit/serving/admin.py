@@ -130,7 +130,7 @@ class Admin:
                 400, f"lora_name: {name!r} is the base, which stays loaded", param="lora_name"
             )
         try:
-            return self._service.catalog.family.variants[name]
+            return self._service.catalog.refs[name]
         except KeyError:
             error = unknown_model(name, names)
             error.param = "lora_name"

@@ -1,4 +1,4 @@
-"""The family on disk as the server sees it: names, digests, bundles.
+"""The family on disk as the server sees it, and the adapters beside it: names, digests, bundles.
 
 family.json is looked at whenever names are asked for and read again when its stamp changed, so a
 variant that was just exported appears without a restart. If it turns unreadable the last good
@@ -15,6 +15,8 @@ from soupkit.errors import BundleError
 from soupkit.fingerprint import MAX_THREADS
 from soupkit.manifest import Manifest
 
+from .shelf import Shelf
+
 logger = logging.getLogger(__name__)
 
 
@@ -26,9 +28,14 @@ def load_threads() -> int:
 class Catalog:
     """Names of a family; `refresh` looks whether it changed."""
 
-    def __init__(self, path: Path, *, pin_memory: bool = False) -> None:
-        """pin_memory: whether variants are read into page-locked memory, for a GPU."""
-        self.path = path
+    def __init__(self, path: Path, *, shelf: Shelf | None = None, pin_memory: bool = False) -> None:
+        """Opens the family.
+
+        Args:
+            shelf: adapters that are served too; a variant of the same name goes before.
+            pin_memory: whether variants are read into page-locked memory, for a GPU.
+        """
+        self.path, self.shelf = path, shelf
         self._pin_memory = pin_memory
         self.family: Family = open_family(path)
         self._stamp = self._read_stamp()
@@ -36,14 +43,23 @@ class Catalog:
         self._hidden: set[str] = set()
 
     @property
+    def refs(self) -> dict[str, VariantRef]:
+        """All variants, by name, the hidden ones too."""
+        adapters = {} if self.shelf is None else self.shelf.refs
+        return {**adapters, **self.family.variants}
+
+    @property
     def variants(self) -> dict[str, VariantRef]:
         """The variants that are served, by name."""
-        found = self.family.variants.items()
-        return {name: ref for name, ref in found if name not in self._hidden}
+        return {name: ref for name, ref in self.refs.items() if name not in self._hidden}
+
+    def is_adapter(self, ref: VariantRef) -> bool:
+        """Whether it is an adapter rather than a variant of the family."""
+        return ref.name not in self.family.variants
 
     def is_hidden(self, name: str) -> bool:
-        """Whether the family has a variant of that name that is not served."""
-        return name in self._hidden and name in self.family.variants
+        """Whether there is a variant of that name that is not served."""
+        return name in self._hidden and name in self.refs
 
     def hide(self, name: str) -> None:
         """Serves the name no more, whatever version of it is exported, until `show`."""
@@ -53,7 +69,11 @@ class Catalog:
         self._hidden.discard(name)
 
     def refresh(self) -> bool:
-        """Reads family.json again if it changed; True if names or digests are others now."""
+        """Reads again what changed on disk; True if names or digests are others now."""
+        adapters = self.shelf is not None and self.shelf.refresh()
+        return self._refresh_family() or adapters
+
+    def _refresh_family(self) -> bool:
         stamp = self._read_stamp()
         if stamp == self._stamp:
             # It may be back after a fault, and the next one is to be told again.
@@ -78,6 +98,8 @@ class Catalog:
 
     def load(self, ref: VariantRef) -> LoadedVariant:
         """Reads and checks a variant. Raises BundleError, also where another has its name now."""
+        if self.shelf is not None and self.is_adapter(ref):
+            return self.shelf.load(ref, self.family.base.fingerprint)
         variant = open_variant(self.family.folder(ref.name))
         if variant.manifest.base_fingerprint != self.family.base.fingerprint:
             raise BundleError(f"variant {ref.name!r} was made for another base; export it again")
@@ -94,6 +116,8 @@ class Catalog:
         left out, and refused when they are loaded.
         """
         found = {}
+        if self.shelf is not None:
+            found = self.shelf.manifests(self.family.base.fingerprint)
         for name in self.family.variants:
             try:
                 found[name] = open_variant(self.family.folder(name)).manifest

@@ -5,7 +5,6 @@ the order the router decided. Results come back on the event loop.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -13,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from soupkit.bundle import LoadedVariant, VariantRef, open_variant
+from soupkit.bundle import LoadedVariant, VariantRef
 from soupkit.errors import BundleError
 
 from .cache import Evicted
@@ -70,11 +69,7 @@ class Loader:
 
     def reserve(self) -> None:
         """Has slots made that take any variant there is now, if one fits in the budget."""
-        family, manifests = self._catalog.family, []
-        for name in family.variants:
-            with contextlib.suppress(BundleError):  # told when it is loaded
-                manifests.append(open_variant(family.folder(name)).manifest)
-        shape = self._engine.slot_shape(manifests)
+        shape = self._engine.slot_shape(self._catalog.manifests().values())
         if 0 < shape.nbytes <= self.router.cache.budget_bytes:
             self._shape = shape
             self.router.reserve(shape.nbytes)

@@ -127,9 +127,15 @@ def _generation(
 
 async def _model(service: Service, name: str) -> tuple[VariantRef | None, TextSetup]:
     try:
-        ref = service.resolve(name)
+        try:
+            ref = service.resolve(name)
+        except KeyError:
+            ref = await service.admit(name)
     except KeyError:
         raise unknown_model(name, service.names(), hidden=service.catalog.is_hidden(name)) from None
+    except ServingError as error:
+        message = service.reasons.of(error)
+        raise ApiError(503, message, code="variant_unavailable") from error
     try:
         return ref, await service.texts.of(ref)
     except (SoupkitError, OSError, ValueError) as error:

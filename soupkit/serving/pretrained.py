@@ -118,6 +118,8 @@ class Texts:
                 self._readings.pop(key, None)
 
     def _read_variant(self, ref: VariantRef) -> TextSetup:
+        if self._catalog.is_adapter(ref):
+            return self.base
         folder = self._catalog.family.folder(ref.name)
         manifest = open_variant(folder).manifest
         if manifest.digest != ref.digest:

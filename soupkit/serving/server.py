@@ -24,6 +24,7 @@ from .engine import Engine, bank_of
 from .memory import default_cache_bytes, plan_kv
 from .pretrained import load_model
 from .service import Service
+from .shelf import Shelf
 from .slots import slot_shape
 from .states import Limits
 
@@ -109,6 +110,8 @@ def build_service(
     dtype: torch.dtype | str | None = None,
     cache_bytes: int | None = None,
     host_cache_bytes: int = 0,
+    pool: str | Path | None = None,
+    adapters: str | Path | None = None,
     pin: Sequence[str] = (),
     auto_pin: int = 0,
     max_running: int | None = None,
@@ -125,11 +128,16 @@ def build_service(
     if max_wait_seconds is not None and not max_wait_seconds > 0:
         raise ValueError(f"max_wait_seconds={max_wait_seconds}: must be above 0")
     target = _device(device)
-    catalog = Catalog(Path(family), pin_memory=target.type == "cuda")
+    shelf = None
+    if pool is not None:
+        shelf = Shelf(Path(pool), adapters=None if adapters is None else Path(adapters))
+    elif adapters is not None:
+        raise ValueError("adapters= needs pool=, which they come into")
+    catalog = Catalog(Path(family), shelf=shelf, pin_memory=target.type == "cuda")
     unknown = [name for name in pin if name not in catalog.variants]
     if unknown:
         known = ", ".join(catalog.variants) or "none"
-        raise ServingError(f"--pin {unknown[0]}: the family has no such variant, only {known}")
+        raise ServingError(f"--pin {unknown[0]}: there is no such variant, only {known}")
     checkpoint = open_base(catalog.family, base)
     # On CPUs float32 is exact and rarely slower; on GPUs what the base was stored in.
     default = torch.float32 if target.type == "cpu" else checkpoint.main_dtype
@@ -245,6 +253,8 @@ def run(
     dtype: torch.dtype | str | None = None,
     cache_bytes: int | None = None,
     host_cache_bytes: int = 0,
+    pool: str | Path | None = None,
+    adapters: str | Path | None = None,
     pin: Sequence[str] = (),
     auto_pin: int = 0,
     max_running: int | None = None,
@@ -266,6 +276,8 @@ def run(
             variants and a quarter more, but no more than half of the free memory.
         host_cache_bytes: what variants may hold in host memory, from where they come back to the
             device without a read; of no use on a CPU.
+        pool: of LoRA adapters (soupkit.pool), whose tasks are served as models too.
+        adapters: folder of PEFT adapters that come into the pool when they are asked for.
         pin: variants that are loaded at the start and never evicted, the most important first: one
             slot is always for others.
         auto_pin: so many of the most asked for are not evicted either.
@@ -293,6 +305,8 @@ def run(
         dtype=dtype,
         cache_bytes=cache_bytes,
         host_cache_bytes=host_cache_bytes,
+        pool=pool,
+        adapters=adapters,
         pin=pin,
         auto_pin=auto_pin,
         max_running=max_running,

@@ -53,7 +53,8 @@ class Service:
         self.catalog, self.engine = catalog, engine
         self._folder_name = Path(base.source).name
         self.metrics = Metrics(self.residents)
-        self.reasons = Reasons((catalog.path, base.source, base.path))
+        shelf = () if catalog.shelf is None else catalog.shelf.folders
+        self.reasons = Reasons((catalog.path, base.source, base.path, *shelf))
         self.loader = Loader(
             catalog, engine, self.metrics, self.reasons, max_loads=limits.max_loads
         )
@@ -87,6 +88,8 @@ class Service:
         self.end_open()
         await asyncio.to_thread(self.engine.close)
         self.loader.close()
+        if self.catalog.shelf is not None:
+            self.catalog.shelf.close()
         self._scorer.shutdown(wait=False, cancel_futures=True)
 
     @property
@@ -96,13 +99,16 @@ class Service:
     @property
     def base_name(self) -> str:
         """The base's folder name, unless a variant has it, even if unloaded; it is that one's."""
-        taken = self._folder_name in self.catalog.family.variants
+        taken = self._folder_name in self.catalog.refs
         return BASE_NAME if taken else self._folder_name
 
     def names(self) -> list[str]:
-        """Model ids, the base's own first."""
+        """Model ids, the base's own first, those last that come into the pool when asked for."""
         self._refresh()
-        return [self.base_name, *self.catalog.variants]
+        shelf = self.catalog.shelf
+        waiting = [] if shelf is None else shelf.waiting()
+        variants = self.catalog.variants
+        return [self.base_name, *variants, *(name for name in waiting if name not in variants)]
 
     def resolve(self, model: str) -> VariantRef | None:
         """The variant of a model id, None for the base. Raises KeyError for an unknown id."""
@@ -110,6 +116,19 @@ class Service:
         # No variant may be called BASE_NAME.
         if model in (self.base_name, BASE_NAME):
             return None
+        return self.catalog.variants[model]
+
+    async def admit(self, model: str) -> VariantRef:
+        """The variant of a model id that `resolve` does not know: an adapter that may come.
+
+        Raises:
+            KeyError: there is none. ServingError: the pool refuses it.
+        """
+        shelf = self.catalog.shelf
+        if shelf is None or self.catalog.is_hidden(model):
+            raise KeyError(model)
+        await shelf.admit(model)
+        self._refresh()
         return self.catalog.variants[model]
 
     def residents(self) -> dict[str, VariantStats]:
@@ -143,6 +162,8 @@ class Service:
                 self._label(generation), prompt_tokens=len(generation.job.tokens)
             )
             if generation.digest != BASE_DIGEST:
+                if self.catalog.shelf is not None:
+                    self.catalog.shelf.count(generation.model)
                 (self.metrics.hits if hit else self.metrics.misses).inc()
 
     def enter(self, generations: list[Generation]) -> None:
@@ -307,6 +328,8 @@ class Service:
             except Exception:
                 logger.exception("the family could not be looked at")
             self.router.tick()
+            if self.catalog.shelf is not None:
+                self.catalog.shelf.tell_uses()
 
     def _label(self, generation: Generation) -> str:
         """A model id as a metric label: only names of the family, so that labels stay few."""

@@ -14,17 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from soupkit import lora_kinds
 from soupkit.delta import WRAPPER_PARTS, canonical_name
 from soupkit.factored import Pair
+from soupkit.lora_kinds import Kind
 from soupkit.training import peft_limits as limits
 from soupkit.training.weights import unwrap
-
-Kind = Literal["linear", "fan_in_fan_out", "conv", "embedding"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,7 @@ class LoraUnit:
         a, b: own names of the factors.
         scale: delta = scale * B A.
         shape: of the base weight.
-        kind: how PEFT keeps the factors: "linear" A [r, in], B [out, r]; "fan_in_fan_out" the same
-            for a weight [in, out]; "conv" A [r, in, kernel...], B [out, r, 1...]; "embedding"
-            A [r, rows], B [columns, r] for a weight [rows, columns].
+        kind: how PEFT keeps the factors; see soupkit.lora_kinds.
         is_trained: whether the factors are trainable; if not, they change the weight all the same.
     """
 
@@ -120,22 +118,13 @@ def plain_parameters(model: nn.Module) -> tuple[str, ...]:
 
 
 def pair_of(unit: LoraUnit, a: Tensor, b: Tensor) -> Pair:
-    """The factors as a pair whose matrix, reshaped to `unit.shape`, is the weight's delta: [out, in
-    * kernel] for a convolution, the weight's own two axes for all else. Views of a and b.
-    """
-    if unit.kind in ("embedding", "fan_in_fan_out"):
-        return Pair(b.T, a.T, unit.scale)
-    return Pair(a.reshape(a.shape[0], -1), b.reshape(b.shape[0], -1), unit.scale)
+    """The factors as a pair whose matrix, reshaped to `unit.shape`, is the weight's delta."""
+    return lora_kinds.pair_of(unit.kind, a, b, unit.scale)
 
 
 def factors_of(unit: LoraUnit, pair: Pair) -> tuple[Tensor, Tensor]:
     """(A, B) in the parameters' own shapes; the inverse of `pair_of`."""
-    if unit.kind in ("embedding", "fan_in_fan_out"):
-        return pair.b.T.contiguous(), pair.a.T.contiguous()
-    if unit.kind == "conv":
-        ones = (1,) * (len(unit.shape) - 2)
-        return pair.a.reshape(-1, *unit.shape[1:]), pair.b.reshape(*pair.b.shape, *ones)
-    return pair.a, pair.b
+    return lora_kinds.factors_of(unit.kind, pair, kernel=unit.shape[2:])
 
 
 class MergedWeights:

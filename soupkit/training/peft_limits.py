@@ -14,20 +14,21 @@ from torch import Tensor, nn
 
 from soupkit.delta import canonical_name
 from soupkit.errors import TrainingError
+from soupkit.lora_kinds import MICA, VARIANTS
 
 _WITHOUT = "or train without soupkit"
-# What PEFT calls a variant of a layer, by the start of its class's name, and its LoraConfig's.
+# What PEFT calls a variant of a layer, by the start of its class's name, and how it is asked for.
 _VARIANTS = {
-    "Dora": "DoRA (use_dora=True)",
-    "_Dora": "DoRA (use_dora=True)",
-    "ALora": "aLoRA (alora_invocation_tokens)",
-    "QALora": "QALoRA (use_qalora=True)",
-    "Arrow": "Arrow (arrow_config)",
-    "BdLora": "block-diagonal LoRA (use_bdlora)",
-    "Velora": "VeLoRA (velora_config)",
-    "Monteclora": "MonteCLoRA (monteclora_config)",
-    "MiCA": "MiCA (init_lora_weights='mica')",
-    "Kasa": "KaSA (kasa_config)",
+    "Dora": VARIANTS["use_dora"],
+    "_Dora": VARIANTS["use_dora"],
+    "ALora": VARIANTS["alora_invocation_tokens"],
+    "QALora": VARIANTS["use_qalora"],
+    "Arrow": VARIANTS["arrow_config"],
+    "BdLora": VARIANTS["use_bdlora"],
+    "Velora": VARIANTS["velora_config"],
+    "Monteclora": VARIANTS["monteclora_config"],
+    "MiCA": MICA,
+    "Kasa": VARIANTS["kasa_config"],
 }
 _LAYERS = {
     "AdaLoraLayer": "AdaLoRA",
@@ -94,7 +95,7 @@ def refuse_layer(name: str, layer: nn.Module, adapter: str) -> None:
         variant = type(held.lora_variant.get(adapter)).__name__
         odd = next((text for key, text in _VARIANTS.items() if variant.startswith(key)), variant)
     elif held.lora_bias.get(adapter):
-        odd = "a bias on lora_B (lora_bias=True)"
+        odd = VARIANTS["lora_bias"]
     if odd is not None:
         raise TrainingError(
             f"{name}: {odd} changes more than the weight's scale * B A, so its factors cannot be "

@@ -1,0 +1,136 @@
+"""Whether an adapter may come into a pool: of the same base as what is there, with modules that the
+base has.
+
+Bases are compared by the name that the adapters' configs give. Where that is a folder here, a
+module's shape is compared with it, and a module is refused whose last name no parameter of the base
+has; modules may be named otherwise there than in the running model, so no more is asked. And
+whether a pool may take another rule. Not here: values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from soupkit.adapter_folder import AdapterInfo, ModuleInfo
+from soupkit.checkpoint import Checkpoint, open_checkpoint
+from soupkit.errors import CheckpointError, PoolError
+from soupkit.pool_manifest import Manifest, PoolBase
+
+
+def base_of(info: AdapterInfo) -> PoolBase:
+    """The base that an adapter's config names.
+
+    Raises:
+        PoolError: it names none.
+    """
+    if not info.base:
+        raise PoolError(
+            f"{info.path}: its config has no base_model_name_or_path, so nothing tells whether it "
+            "belongs to the pool: write the base's name into adapter_config.json"
+        )
+    return PoolBase(info.base.rstrip("/") or info.base, info.revision)
+
+
+def check_base(manifest: Manifest, info: AdapterInfo) -> PoolBase:
+    """The base of an adapter that may come.
+
+    Raises:
+        PoolError: it is of another base or revision than the pool's.
+    """
+    base, ours = base_of(info), manifest.base
+    if ours is not None and base != ours:
+        raise PoolError(
+            f"{info.path} is an adapter of {_told(base)}, the pool of {_told(ours)}: give it a "
+            "pool of its own"
+        )
+    return base
+
+
+def _told(base: PoolBase) -> str:
+    return base.name if base.revision is None else f"{base.name} at {base.revision}"
+
+
+def check_modules(info: AdapterInfo, held: Iterable[AdapterInfo]) -> None:
+    """Check an adapter against those of the pool, by their headers.
+
+    Raises:
+        PoolError: a module has another kind or shape there, or bare parameters are numbered
+            otherwise.
+    """
+    for other in held:
+        for name in info.modules.keys() & other.modules.keys():
+            ours, theirs = info.modules[name], other.modules[name]
+            if (ours.kind, ours.shape, ours.kernel) != (theirs.kind, theirs.shape, theirs.kernel):
+                raise PoolError(
+                    f"{info.path}: {name} is {ours.kind} {ours.shape}, in the pool {theirs.kind} "
+                    f"{theirs.shape}: it is an adapter of another base"
+                )
+        names = [one.carried.get("target_parameters") for one in (info, other)]
+        if all(names) and names[0] != names[1]:
+            raise PoolError(
+                f"{info.path} has target_parameters {names[0]}, the pool {names[1]}: PEFT numbers "
+                "them, so only adapters with the same list can be merged"
+            )
+
+
+def check_against_base(info: AdapterInfo) -> None:
+    """Check the modules against the base's weights, where its name is a folder here.
+
+    Raises:
+        PoolError: the base has no such module, or its weight another shape.
+    """
+    folder = Path(info.base or "").expanduser()
+    if not (folder / "config.json").is_file():
+        return
+    try:
+        base = open_checkpoint(folder)
+    except CheckpointError:
+        return  # Not needed for a pool, so its faults are not the adapter's.
+    known = {*base.names, *base.tied}
+    parts = {part for name in known for part in name.split(".")}
+    for name, module in info.modules.items():
+        if module.kind == "expert":
+            continue
+        if f"{name}.weight" in known:
+            _check_shape(info, base, name, module)
+        elif name.rpartition(".")[2] not in parts:
+            raise PoolError(
+                f"{info.path}: its module {name} is unknown: {folder} has no parameter of that "
+                "name; is it an adapter of another base?"
+            )
+
+
+def _check_shape(info: AdapterInfo, base: Checkpoint, name: str, module: ModuleInfo) -> None:
+    if not base.dtype(f"{name}.weight").is_floating_point:
+        return  # Quantised, so packed.
+    shape = base.shape(f"{name}.weight")
+    flat = (shape[0], math.prod(shape[1:])) if shape else ()
+    if module.shape not in (flat, flat[::-1]):
+        raise PoolError(
+            f"{info.path}: its {name} changes a weight {module.shape}, that of {base.path} has the "
+            f"shape {tuple(shape)}: it is an adapter of another base"
+        )
+
+
+def with_rule(manifest: Manifest, changes: Mapping[str, Any]) -> Manifest:
+    """With these fields of the rule changed; ValueError where what is there does not fit it."""
+    rule = replace(manifest.rule, **changes)
+    if len(manifest.slots) > (rule.slots or len(manifest.slots)):
+        raise ValueError(
+            f"slots={rule.slots}: the pool has {len(manifest.slots)}; remove tasks first"
+        )
+    if manifest.nbytes > rule.capacity_bytes:
+        raise ValueError(
+            f"capacity_bytes={rule.capacity_bytes}: the pool has {manifest.nbytes} bytes; remove "
+            "tasks first"
+        )
+    if rule.merge != manifest.rule.merge and any(len(slot.history) > 1 for slot in manifest.slots):
+        raise ValueError(
+            f'merge="{rule.merge}": slots were merged by "{manifest.rule.merge}" already: make '
+            "another pool for it"
+        )
+    return replace(manifest, rule=rule)
