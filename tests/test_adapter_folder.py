@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -14,11 +12,10 @@ from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from soupkit.adapter_folder import Module, open_adapter, write_adapter
-from soupkit.errors import CheckpointError, MergeError
+from soupkit.errors import CheckpointError
 from soupkit.factored import Pair, merge_pairs
 from soupkit.merge import MergeRule
 
@@ -131,7 +128,9 @@ def rewritten(folder: Path, rename=lambda name: name, **changes) -> Path:
     "rename",
     [
         lambda name: name.removeprefix("base_model.model."),
-        lambda name: name.replace("lora_A.", "lora_A.default.").replace("lora_B.", "lora_B.default."),
+        lambda name: name.replace("lora_A.", "lora_A.default.").replace(
+            "lora_B.", "lora_B.default."
+        ),
         lambda name: f"_orig_mod.{name}".replace("blocks.", "module.blocks._fsdp_wrapped_module."),
         lambda name: name.replace(".model.", ".model._orig_mod."),
     ],
@@ -181,7 +180,7 @@ def test_converted_pissa_is_plain_and_unconverted_is_refused(tmp_path: Path) -> 
     saved(model, tmp_path / "pissa")
     wanted = {"line": model.merge_and_unload().line.weight.detach() - base["line.weight"]}
     assert_same(matrices(tmp_path / "plain"), wanted, 1e-5)
-    with pytest.raises(CheckpointError, match="'pissa' has changed the base.*weight_conversion"):
+    with pytest.raises(CheckpointError, match=r"'pissa' has changed the base.*weight_conversion"):
         open_adapter(tmp_path / "pissa")
 
 
