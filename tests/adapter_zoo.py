@@ -96,7 +96,7 @@ def deltas_of(model: nn.Module, adapter: str = "default") -> dict[str, Tensor]:
         name = own.removeprefix("base_model.model.")
         delta = layer.get_delta_weight(adapter).detach()
         if type(layer).__name__ == "ParamWrapper":
-            for expert, one in enumerate(delta):
+            for expert, one in enumerate(delta if delta.ndim == 3 else delta[None]):
                 found[f"{name}[{expert}]"] = one.T if "turned" in name else one
         elif isinstance(layer.get_base_layer(), Conv1D):
             found[name] = delta.T

@@ -94,7 +94,9 @@ def assert_refused(folder: Path, words: str, kind: type[SoupkitError] = Checkpoi
         ({"rank_pattern": [4]}, "rank_pattern=.4.: needs an object"),
         ({"alpha_pattern": {"two": "4"}}, r"alpha_pattern\['two'\]='4'"),
         ({"base_model_name_or_path": 3}, "base_model_name_or_path=3: needs a text"),
-        ({"target_parameters": ["up"]}, "'up' names no module.* 'experts.gate_up_proj'"),
+        ({"target_parameters": ["up"], "target_modules": []}, "no factor of a bare parameter"),
+        ({"target_modules": "("}, r"target_modules='\(' is no pattern"),
+        ({"target_modules": [1]}, "needs a list of names"),
         ({"target_parameters": "line.weight"}, "needs a list of names"),
         (
             {"target_parameters": ["line.w", "line.v"], "rank_pattern": {"line.w": 1}},

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soupkit.alike import cosine, inner, norm, similarity
+from soupkit.alike import cosine, inner, norm, norms_of, similarity
 from soupkit.errors import MergeError
 from soupkit.factored import Pair
 
@@ -38,7 +38,7 @@ def two_pairs(draw) -> tuple[Pair, Pair]:
     return found[0], found[1]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(two_pairs())
 def test_inner_products_norms_and_cosines_are_those_of_the_dense_deltas(pairs) -> None:
     first, second = (dense(pair) for pair in pairs)
@@ -48,7 +48,7 @@ def test_inner_products_norms_and_cosines_are_those_of_the_dense_deltas(pairs) -
     assert cosine(*pairs) == pytest.approx((first * second).sum() / sizes, abs=1e-10)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(two_pairs(), st.integers(0, 99), st.floats(1e-3, 1e3))
 def test_a_cosine_knows_no_gauge_and_no_positive_scale(pairs, seed: int, factor: float) -> None:
     """algorithms.md 4.7.1."""
@@ -103,6 +103,9 @@ def test_similarity_is_the_mean_or_the_cosine_of_all_that_both_have() -> None:
     wanted = flat[0] @ flat[1] / np.linalg.norm(flat[0]) / np.linalg.norm(flat[1])
     assert similarity(first, second, weighting="norm") == pytest.approx(wanted, abs=1e-12)
     for weighting in ("module", "norm"):
+        found = similarity(first, second, weighting=weighting)
+        norms = norms_of(first)
+        assert similarity(first, second, weighting=weighting, norms=norms) == found
         assert similarity(first, first, weighting=weighting) == pytest.approx(1.0, abs=1e-12)
         assert similarity(first, adapter(0, q=(2, 2)), weighting=weighting) == -math.inf
 
