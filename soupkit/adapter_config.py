@@ -55,7 +55,8 @@ class AdapterConfig:
     Attributes:
         base, revision: of the base model, as the file says; None where it does not.
         rank, alpha, is_rslora, rank_pattern, alpha_pattern: see `rank_and_scale`.
-        target_parameters: dotted ends of the names of adapted bare parameters.
+        target_modules: ends of the names of adapted modules, or a pattern of whole names.
+        target_parameters: ends of the names of adapted bare parameters, sorted.
         carried: the fields of CARRIED that the file has.
     """
 
@@ -67,6 +68,7 @@ class AdapterConfig:
     is_rslora: bool
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
+    target_modules: str | tuple[str, ...]
     target_parameters: tuple[str, ...]
     carried: Mapping[str, Any]
 
@@ -87,13 +89,23 @@ class AdapterConfig:
         return rank, scale
 
     def parameters_of(self, module: str) -> tuple[str, ...]:
-        """Full names of the bare parameters of a module that are adapted, sorted."""
-        found = set()
-        for target in self.target_parameters:
-            owner, _, parameter = target.rpartition(".")
-            if f".{module}".endswith(f".{owner}"):
-                found.add(f"{module}.{parameter}")
+        """Full names of the bare parameters of a module that may be adapted, sorted; () where it is
+        adapted as a module. A target without a dot may be of any module that is not targeted.
+        """
+        found = {
+            f"{module}.{target.rpartition('.')[2]}"
+            for target in self.target_parameters
+            if f".{module}".endswith(f".{target.rpartition('.')[0]}") and "." in target
+        }
+        if not found and not self._is_targeted(module):
+            found = {f"{module}.{name}" for name in self.target_parameters if "." not in name}
         return tuple(sorted(found))
+
+    def _is_targeted(self, module: str) -> bool:
+        """PEFT's match of target_modules."""
+        if isinstance(self.target_modules, str):
+            return re.fullmatch(self.target_modules, module) is not None
+        return any(f".{module}".endswith(f".{name}") for name in self.target_modules)
 
 
 def read_adapter_config(path: Path) -> AdapterConfig:
@@ -111,6 +123,7 @@ def read_adapter_config(path: Path) -> AdapterConfig:
         if not isinstance(config, dict):
             raise ValueError("is no JSON object: is it PEFT's?")
         _refuse_more(config)
+        targets = tuple(sorted(set(_names("target_parameters", config.get("target_parameters")))))
         return AdapterConfig(
             path=path,
             base=_text(config, "base_model_name_or_path"),
@@ -120,8 +133,11 @@ def read_adapter_config(path: Path) -> AdapterConfig:
             is_rslora=bool(config.get("use_rslora")),
             rank_pattern=_pattern(config, "rank_pattern", _rank),
             alpha_pattern=_pattern(config, "alpha_pattern", _alpha),
-            target_parameters=_parameters(config.get("target_parameters")),
-            carried={key: config[key] for key in CARRIED if config.get(key)},
+            target_modules=_modules(config.get("target_modules")),
+            target_parameters=targets,
+            # PEFT sorts them too, so that their order means nothing.
+            carried={key: config[key] for key in CARRIED if config.get(key)}
+            | ({"target_parameters": list(targets)} if targets else {}),
         )
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
@@ -238,14 +254,18 @@ def _pattern(config: Mapping[str, Any], field: str, check: Any) -> dict[str, Any
     return {key: check(f"{field}[{key!r}]", value) for key, value in pattern.items()}
 
 
-def _parameters(value: Any) -> tuple[str, ...]:
+def _names(field: str, value: Any) -> tuple[str, ...]:
     names = value or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"target_parameters={value!r}: needs a list of names")
-    for name in names:
-        if "." not in name.strip("."):
-            raise ValueError(
-                f"target_parameters: {name!r} names no module, so it does not tell which tensors "
-                "are its own: write it as 'experts.gate_up_proj'"
-            )
+        raise ValueError(f"{field}={value!r}: needs a list of names")
     return tuple(names)
+
+
+def _modules(value: Any) -> str | tuple[str, ...]:
+    if not isinstance(value, str):
+        return _names("target_modules", value)
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"target_modules={value!r} is no pattern ({error}); correct it") from None
+    return value

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Literal
 
 from soupkit.adapter_config import MERGED, AdapterConfig
@@ -26,6 +27,8 @@ PREFIX = "base_model.model."
 _LINEAR = re.compile(r"(.+)\.lora_([AB])(?:\.([^.]+))?\.weight")
 _EMBEDDING = re.compile(r"(.+)\.lora_embedding_([AB])(?:\.([^.]+))?")
 _BASE_LAYER = ".base_layer"
+# Bare parameters of one module whose order is tried out.
+_MAX_PARAMETERS = 6
 
 # Parts of names of tensors that are no factors: what they are, and the remedy.
 _ODD = {
@@ -73,6 +76,18 @@ class Module:
                 f"kernel={self.kernel} does not fit a delta {self.pair.shape} of kind "
                 f"{self.kind!r}: give one to three axes for 'conv', () for all else"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Two stored factors that pair: their names, the rows of A, and the delta's kind and shape."""
+
+    a: str
+    b: str
+    rows: int
+    kind: ModuleKind
+    shape: tuple[int, int]
+    kernel: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +153,17 @@ def units_of(config: AdapterConfig, specs: Mapping[str, TensorSpec]) -> tuple[Un
     for module, is_embedding in parts:
         if is_embedding and (module, False) in parts:
             raise ValueError(f"{module} is adapted both as a linear layer and as an embedding")
-    found = (_unit(config, specs, module, sides) for (module, _), sides in sorted(parts.items()))
-    return tuple(found)
+    owners: dict[str, dict[str, _Pair]] = {}
+    for (module, _), sides in sorted(parts.items()):
+        owners.setdefault(owner_of(module), {})[module] = _checked_pair(specs, sides)
+    found: list[Unit] = []
+    for owner, levels in owners.items():
+        keys = config.parameters_of(owner)
+        if keys:
+            found += _bare(config, owner, keys, levels)
+        else:
+            found += [_whole(config, module, pair) for module, pair in levels.items()]
+    return tuple(sorted(found, key=lambda unit: unit.module))
 
 
 def _parsed(stored: str) -> tuple[str, bool, str, str | None]:
@@ -153,38 +177,72 @@ def _parsed(stored: str) -> tuple[str, bool, str, str | None]:
     raise ValueError(f"{stored} is {text}: {remedy}")
 
 
-def _unit(
-    config: AdapterConfig, specs: Mapping[str, TensorSpec], module: str, sides: Mapping[str, str]
-) -> Unit:
+def _checked_pair(specs: Mapping[str, TensorSpec], sides: Mapping[str, str]) -> _Pair:
+    """Two factors that pair, by themselves."""
     for side, other in ("AB", "BA"):
         if side not in sides:
             raise ValueError(f"{sides[other]} has no lora_{side} beside it: save the adapter anew")
     a, b = specs[sides["A"]], specs[sides["B"]]
     for side, spec in zip("AB", (a, b), strict=True):
         _check_factor(sides[side], spec)
-    keys = config.parameters_of(owner_of(module)) or (module,)
-    told = {config.rank_and_scale(key) for key in keys}
-    if len(told) > 1:
+    return _Pair(sides["A"], sides["B"], a.shape[0], *_shaped(sides, a, b))
+
+
+def _whole(config: AdapterConfig, module: str, pair: _Pair) -> Unit:
+    """An adapted module."""
+    if _BASE_LAYER in module:
+        raise ValueError(_inside(pair))
+    rank, scale = config.rank_and_scale(module)
+    if pair.rows != rank:
+        raise ValueError(_other_rank(pair.a, pair.rows, str(rank)))
+    return Unit(
+        module, pair.kind, pair.a, pair.b, pair.shape, rank, scale, pair.kernel, experts=None
+    )
+
+
+def _bare(
+    config: AdapterConfig, owner: str, keys: Sequence[str], levels: Mapping[str, _Pair]
+) -> list[Unit]:
+    """The adapted bare parameters of a module.
+
+    The file does not say which level is whose. All parameters of a mixture have one number of
+    experts, rows / rank, and that tells it where it matters.
+    """
+    for pair in levels.values():
+        if _BASE_LAYER in owner or len(keys) > _MAX_PARAMETERS or len(levels) > len(keys):
+            raise ValueError(_inside(pair))
+        if pair.kind != "linear":
+            raise ValueError(f"{pair.a} is no factor of a bare parameter: save the adapter anew")
+    told = {key: config.rank_and_scale(key) for key in keys}
+    fitting: dict[tuple[tuple[int, float], ...], int] = {}
+    for order in permutations(keys, len(levels)):
+        found = tuple(told[key] for key in order)
+        rows = [pair.rows for pair in levels.values()]
+        experts = {divmod(row, rank) for row, (rank, _) in zip(rows, found, strict=True)}
+        if len(experts) == 1 and (first := experts.pop())[1] == 0 < first[0]:
+            fitting[found] = first[0]
+    if not fitting:
+        ranks = sorted({rank for rank, _ in told.values()})
+        one = next(iter(levels.values()))
+        words = f"a multiple of {' or '.join(map(str, ranks))}, one multiple for {owner}"
+        raise ValueError(_other_rank(one.a, one.rows, words))
+    if len(fitting) > 1:
         raise ValueError(
             f"{' and '.join(keys)} have other ranks or alphas, and the file does not say which "
             "tensors are whose: train them with one rank and alpha"
         )
-    rank, scale = told.pop()
-    is_bare = keys != (module,)
-    if _BASE_LAYER in (owner_of(module) if is_bare else module):
-        raise ValueError(
-            f"{sides['A']} lies inside another adapted layer (nn.MultiheadAttention, or bare "
-            "parameters that target_parameters does not name): leave that layer out"
-        )
-    kind, out_in, kernel = _shaped(sides, a, b)
-    experts = None
-    if is_bare:
-        if kind != "linear" or a.shape[0] % rank:
-            raise ValueError(_other_rank(sides["A"], a.shape[0], f"a multiple of {rank}"))
-        kind, experts = "expert", a.shape[0] // rank
-    elif a.shape[0] != rank:
-        raise ValueError(_other_rank(sides["A"], a.shape[0], str(rank)))
-    return Unit(module, kind, sides["A"], sides["B"], out_in, rank, scale, kernel, experts)
+    ((found, count),) = fitting.items()
+    return [
+        Unit(module, "expert", pair.a, pair.b, pair.shape, rank, scale, (), experts=count)
+        for (module, pair), (rank, scale) in zip(levels.items(), found, strict=True)
+    ]
+
+
+def _inside(pair: _Pair) -> str:
+    return (
+        f"{pair.a} lies inside another adapted layer (nn.MultiheadAttention, or bare parameters "
+        "that target_parameters does not name): leave that layer out"
+    )
 
 
 def _check_factor(stored: str, spec: TensorSpec) -> None:

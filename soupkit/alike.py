@@ -68,13 +68,23 @@ def cosine(first: Pair, second: Pair) -> float:
     return _ratio(inner(first, second), norm(first), norm(second))
 
 
+def norms_of(modules: Mapping[str, Pair]) -> dict[str, float]:
+    """The norm of each delta of an adapter."""
+    return {name: norm(modules[name]) for name in modules}
+
+
 def similarity(
-    first: Mapping[str, Pair], second: Mapping[str, Pair], *, weighting: Weighting = "module"
+    first: Mapping[str, Pair],
+    second: Mapping[str, Pair],
+    *,
+    weighting: Weighting = "module",
+    norms: Mapping[str, float] | None = None,
 ) -> float:
     """How alike two adapters are, over the modules that both have.
 
     Args:
         first, second: deltas by module.
+        norms: of `first` (`norms_of`), where it is compared with many; None: they are computed.
         weighting: "module": the plain mean of the modules' cosines, as the paper has it; "norm":
             the cosine of all their entries together, in which a module counts by its norm.
     Returns:
@@ -86,18 +96,18 @@ def similarity(
     shared = sorted(first.keys() & second.keys())
     if not shared:
         return -math.inf
-    inners, norms = [], []
+    inners, sizes = [], []
     for name in shared:
         one, other = first[name], second[name]
         try:
             inners.append(inner(one, other))
         except MergeError as error:
             raise MergeError(f"{name}: {error}") from None
-        norms.append((norm(one), norm(other)))
+        sizes.append((norm(one) if norms is None else norms[name], norm(other)))
     if weighting == "module":
-        cosines = (_ratio(dot, *sizes) for dot, sizes in zip(inners, norms, strict=True))
+        cosines = (_ratio(dot, *pair) for dot, pair in zip(inners, sizes, strict=True))
         return math.fsum(cosines) / len(shared)
-    return _ratio(math.fsum(inners), *(math.hypot(*sizes) for sizes in zip(*norms, strict=True)))
+    return _ratio(math.fsum(inners), *(math.hypot(*side) for side in zip(*sizes, strict=True)))
 
 
 def _ratio(dot: float, first: float, second: float) -> float:

@@ -148,6 +148,15 @@ def fold_pairs(name: str, held: Pair, delta: Pair, rule: OpcmRule) -> Pair:
     Raises:
         MergeError: an entry is not finite, or the shapes differ.
     """
+    basis_b, core, basis_a = fold_core(name, held, delta, rule)
+    with full_precision(basis_b):
+        return Pair(a=basis_a.T, b=basis_b @ core.to(basis_b.device), scale=1.0)
+
+
+def fold_core(name: str, held: Pair, delta: Pair, rule: OpcmRule) -> tuple[Tensor, Tensor, Tensor]:
+    """`fold_pairs` as (Q_b [m, p], core [p, q], Q_a [n, q]): A_t = Q_b core Q_a^T, float64, Q with
+    orthonormal columns. Raises MergeError as it does.
+    """
     if held.shape != delta.shape:
         raise MergeError(
             f"{name}: what is merged has shape {held.shape}, the task {delta.shape}: OPCM needs "
@@ -165,8 +174,7 @@ def fold_pairs(name: str, held: Pair, delta: Pair, rule: OpcmRule) -> Pair:
         )
         if is_projected(name, held.shape):
             task = project(task, core, rule)
-        total = (core + task).to(basis_b.device)
-        return Pair(a=basis_a.T, b=basis_b @ total, scale=1.0)
+        return basis_b, core + task, basis_a
 
 
 def norm_of(energies: Sequence[float]) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from soupkit.adapter_folder import AdapterFolder
-from soupkit.alike import similarity
+from soupkit.alike import norms_of, similarity
 from soupkit.errors import PoolError
 from soupkit.kmerge import Decision, PoolRule, SlotView, decide
 from soupkit.pool_manifest import Admission, Manifest, SlotEntry
@@ -48,6 +48,7 @@ def find_place(
         PoolError: there is no place. Else as `merged` and `copied` do.
     """
     rule, pairs = manifest.rule, incoming.pairs
+    norms = norms_of(pairs)
     views = [
         SlotView(
             number=slot.number,
@@ -55,7 +56,9 @@ def find_place(
             num_tasks=len(slot.tasks),
             uses=slot.uses,
             last_used=slot.last_used,
-            similarity=similarity(pairs, LazyPairs(slots[slot.number]), weighting=rule.similarity),
+            similarity=similarity(
+                pairs, LazyPairs(slots[slot.number]), weighting=rule.similarity, norms=norms
+            ),
         )
         for slot in manifest.slots
     ]

@@ -18,18 +18,18 @@ from typing import Any
 
 import torch
 
-from soupkit.adapter_config import CONFIG_NAME, WEIGHTS_NAME
+from soupkit.adapter_config import CONFIG_NAME, WEIGHTS_NAME, plain_config
 from soupkit.adapter_folder import AdapterFolder, AdapterInfo, Module, open_adapter, write_adapter
+from soupkit.adapter_layout import PREFIX
 from soupkit.errors import CheckpointError, PoolError
 from soupkit.factored import Pair
 from soupkit.files import atomic_write_json
 from soupkit.kmerge import PoolRule
 from soupkit.pool_manifest import PROVENANCE_NAME, SLOTS_NAME, Admission, PoolBase, SlotEntry
 from soupkit.slot_merge import first_state, fitting_rank, merge_modules
+from soupkit.tensorfile import TensorSpec, file_bytes
 
-# Of a slot's files beside its factors, a module and in all: more than a header and a config take,
-# so that a merge seldom has to be cut twice.
-_MODULE_BYTES, _OTHER_BYTES = 500, 4096
+_METADATA = '"__metadata__":{"format":"pt"},'
 
 
 class LazyPairs(Mapping[str, Pair]):
@@ -168,8 +168,7 @@ def merged(
         for info in infos
     ]
     dtype = _dtype(*infos)
-    names = {*sides[0], *sides[1]}
-    beside = _OTHER_BYTES + sum(_MODULE_BYTES + 4 * len(name) for name in names)
+    beside = _bytes_beside_factors(incoming, rule, entry, slot)
     while True:
         rank = fitting_rank(
             sides[0], sides[1], nbytes=room - beside, itemsize=dtype.itemsize, rank=rule.rank
@@ -181,6 +180,30 @@ def merged(
             return found
         beside += found.entry.nbytes - room
         shutil.rmtree(out)
+
+
+def _bytes_beside_factors(
+    incoming: Incoming, rule: PoolRule, entry: SlotEntry, slot: AdapterFolder
+) -> int:
+    """Bytes of a merged slot's files beside its factors, nearly: digits of lengths differ."""
+    infos = {**incoming.source.info.modules, **slot.info.modules}
+    # Experts of one parameter are stored together.
+    names = {name.partition("[")[0]: infos[name] for name in infos}
+    specs = {
+        f"{PREFIX}{name}.lora_{side}.weight": TensorSpec(info.dtype, info.shape)
+        for name, info in names.items()
+        for side in "AB"
+    }
+    header = file_bytes(specs) - sum(spec.nbytes for spec in specs.values()) + len(_METADATA)
+    base = incoming.base
+    config = plain_config(
+        base=base.name,
+        revision=base.revision,
+        ranks=dict.fromkeys(names, 1),
+        carried={**incoming.source.info.carried, **slot.info.carried},
+    )
+    told = _provenance(base, rule, (*entry.history, incoming.admission))
+    return header + sum(len(json.dumps(one, indent=2).encode()) + 1 for one in (config, told))
 
 
 def _merged(

@@ -23,13 +23,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from soupkit.alike import norm
+from soupkit.alike import norms_of
 from soupkit.errors import MergeError
 from soupkit.factored import Pair, decompose, span
 from soupkit.kmerge import PoolRule
 from soupkit.lora import factor
 from soupkit.numeric import check_finite, full_precision, squared_norm
-from soupkit.opcm import fold_pairs, rescaling
+from soupkit.opcm import fold_core, rescaling
 
 # Singular values below this share of the largest hold only the rounding of float32 factors.
 _FLOOR = torch.finfo(torch.float32).eps
@@ -79,7 +79,7 @@ def first_state(modules: Mapping[str, Pair]) -> SlotState:
 
 def norm_of_all(modules: Mapping[str, Pair]) -> float:
     """The norm over all modules together."""
-    return math.sqrt(math.fsum(norm(modules[name]) ** 2 for name in modules))
+    return math.hypot(*norms_of(modules).values())
 
 
 def merge_modules(
@@ -156,7 +156,7 @@ def _opcm(job: _Job, ours: Pair | None, theirs: Pair | None) -> _Cut:
     if held is None or theirs is None:
         return _cut(job, _sum(held, theirs, (1.0, 1.0)))
     # As a parameter is named: that tells tables of embeddings, which are summed.
-    return _cut(job, fold_pairs(f"{job.name}.weight", held, theirs, job.rule.opcm))
+    return _cut_core(job, *fold_core(f"{job.name}.weight", held, theirs, job.rule.opcm))
 
 
 def _ties(job: _Job, ours: Pair | None, theirs: Pair | None) -> _Cut:
@@ -230,12 +230,18 @@ def _cut(job: _Job, pair: Pair) -> _Cut:
     with full_precision(pair.a):
         basis_b, (beta,) = span([pair.b], pair.b.device)
         basis_a, (alpha,) = span([pair.a.T], pair.a.device)
-        done = decompose(pair.scale * beta @ alpha.T)
+        return _cut_core(job, basis_b, pair.scale * beta @ alpha.T, basis_a)
+
+
+def _cut_core(job: _Job, basis_b: Tensor, core: Tensor, basis_a: Tensor) -> _Cut:
+    """The same of Q_b core Q_a^T."""
+    with full_precision(core):
+        done = decompose(core)
         solid = int((done.values > _FLOOR * done.values[0]).sum())
         kept = max(1, solid if job.rank is None else min(job.rank, solid))
         root = done.values[:kept].sqrt()
-        b = basis_b @ (done.left[:, :kept] * root)
-        a = (done.right[:, :kept] * root).T @ basis_a.T
+        b = basis_b @ (done.left[:, :kept] * root).to(basis_b.device)
+        a = (done.right[:, :kept] * root).T.to(basis_a.device) @ basis_a.T
     energy = done.energy()
     lost = max(0.0, 1 - done.energy(kept) / energy) if energy else 0.0
     return _Cut(Pair(a.float(), b.float(), 1.0), energy, lost)

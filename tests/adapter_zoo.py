@@ -2,6 +2,7 @@
 they add; tests of adapter folders and of the pool share it.
 """
 
+import re
 from pathlib import Path
 
 import torch
@@ -64,10 +65,12 @@ PARAMETERS = ("experts.up", "experts.down", "turned.up", "turned.down")
 TOKENS = torch.arange(12).remainder(11).reshape(2, 6)
 
 
-def adapted(*, seed: int = 0, modules=MODULES, parameters=(), model: nn.Module | None = None, **opt):
-    """A Zoo in PEFT with random factors."""
+def adapted(
+    *, seed: int = 0, modules=MODULES, parameters=(), model: nn.Module | None = None, **opt
+):
+    """A Zoo in PEFT with random factors. Names are whole: "line" is not "blocks.0.line"."""
     config = LoraConfig(
-        target_modules=list(modules),
+        target_modules="|".join(map(re.escape, modules)) or [],
         target_parameters=list(parameters) or None,
         **{"r": 3, "lora_alpha": 6, **opt},
     )
@@ -93,7 +96,7 @@ def deltas_of(model: nn.Module, adapter: str = "default") -> dict[str, Tensor]:
         name = own.removeprefix("base_model.model.")
         delta = layer.get_delta_weight(adapter).detach()
         if type(layer).__name__ == "ParamWrapper":
-            for expert, one in enumerate(delta):
+            for expert, one in enumerate(delta if delta.ndim == 3 else delta[None]):
                 found[f"{name}[{expert}]"] = one.T if "turned" in name else one
         elif isinstance(layer.get_base_layer(), Conv1D):
             found[name] = delta.T

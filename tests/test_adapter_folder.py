@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -14,11 +12,11 @@ from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from soupkit.adapter_folder import Module, open_adapter, write_adapter
-from soupkit.errors import CheckpointError, MergeError
+from soupkit.errors import CheckpointError
 from soupkit.factored import Pair, merge_pairs
 from soupkit.merge import MergeRule
 
@@ -131,7 +129,9 @@ def rewritten(folder: Path, rename=lambda name: name, **changes) -> Path:
     "rename",
     [
         lambda name: name.removeprefix("base_model.model."),
-        lambda name: name.replace("lora_A.", "lora_A.default.").replace("lora_B.", "lora_B.default."),
+        lambda name: name.replace("lora_A.", "lora_A.default.").replace(
+            "lora_B.", "lora_B.default."
+        ),
         lambda name: f"_orig_mod.{name}".replace("blocks.", "module.blocks._fsdp_wrapped_module."),
         lambda name: name.replace(".model.", ".model._orig_mod."),
     ],
@@ -181,7 +181,7 @@ def test_converted_pissa_is_plain_and_unconverted_is_refused(tmp_path: Path) -> 
     saved(model, tmp_path / "pissa")
     wanted = {"line": model.merge_and_unload().line.weight.detach() - base["line.weight"]}
     assert_same(matrices(tmp_path / "plain"), wanted, 1e-5)
-    with pytest.raises(CheckpointError, match="'pissa' has changed the base.*weight_conversion"):
+    with pytest.raises(CheckpointError, match=r"'pissa' has changed the base.*weight_conversion"):
         open_adapter(tmp_path / "pissa")
 
 
@@ -267,6 +267,20 @@ def test_one_scale_is_kept_where_a_whole_alpha_says_it(tmp_path: Path, scales: t
     loaded_by_peft(out)
 
 
+def test_a_pattern_is_written_for_one_module_alone(tmp_path: Path) -> None:
+    """TB72: a name that is the end of others; "." stands for itself."""
+    ranks = {"line": 2, "blocks.0.line": 3, "blocks.1.line": 3, "one": 1}
+    shapes = {"one": ((3,), 4, 18), "line": ((), 5, 6)}
+    modules = {}
+    for name, rank in ranks.items():
+        kernel, out, columns = shapes.get(name, ((), 6, 6))
+        pair = Pair(gaussian(rank, columns), gaussian(out, rank), 1.0)
+        modules[name] = Module("conv" if kernel else "linear", pair, kernel)
+    model = loaded_by_peft(write_adapter(tmp_path / "a", modules, base=None))
+    wanted = {name: module.pair.matrix() for name, module in modules.items()}
+    assert_same(deltas_of(model), wanted)
+
+
 KINDS = st.sampled_from(["linear", "embedding", "conv", "expert"])
 
 
@@ -316,6 +330,45 @@ def test_what_is_written_is_read_again(tmp_path_factory, modules, dtype) -> None
                           carried=found.info.carried)  # fmt: skip
     assert (again / WEIGHTS).read_bytes() == (folder / WEIGHTS).read_bytes()
     assert open_adapter(again).info.digest() == found.info.digest()
+
+
+@pytest.mark.parametrize(
+    ("targets", "parameters", "ranks"),
+    [
+        (["w1", "w2", "w3", "q_proj"], None, {4, 2}),
+        ("all-linear", None, {4, 2}),
+        (["q_proj"], ["gate_up_proj", "down_proj"], {2}),
+        ([], ["experts.down_proj"], {2}),
+    ],
+    ids=str,
+)
+def test_experts_as_peft_finds_them_in_a_mixture(
+    tmp_path: Path, targets: object, parameters: list[str] | None, ranks: set[int]
+) -> None:
+    """PEFT names parameters without their module, and gives what was two layers twice the rank."""
+
+    def mixture() -> nn.Module:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 8, "intermediate_size": 12, "head_dim": 4, "vocab_size": 32}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 3}
+        return MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_hidden_layers=1))
+
+    config = LoraConfig(r=2, target_modules=targets, target_parameters=parameters)
+    model = get_peft_model(mixture(), config)
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        if "lora_" in name:
+            parameter.data = gaussian(*parameter.shape, seed=number)
+    folder = open_adapter(saved(model, tmp_path / "a"))
+    assert {known.rank for known in folder.info.modules.values()} == ranks
+    experts = [name for name in folder.names if "experts" in name]
+    assert len(experts) == 3 * (2 if len(parameters or "two") > 1 else 1)
+    assert_same(matrices(tmp_path / "a"), deltas_of(model))
+    carried = folder.info.carried
+    out = write_adapter(tmp_path / "b", folder.load(), base=None, carried=carried)
+    again = PeftModel.from_pretrained(mixture(), out)
+    assert_same(deltas_of(again), deltas_of(model))
+    tokens = torch.arange(6)[None]
+    torch.testing.assert_close(again(tokens).logits, model(tokens).logits)
 
 
 # PEFT's own merges.
