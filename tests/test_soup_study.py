@@ -203,3 +203,30 @@ def test_slice_a_quick_study_ends_with_a_table_and_a_plot_and_is_not_done_twice(
     again = quick_study(tmp_path)
     assert "fed back\n" not in again.split("Test loss", 1)[0]
     assert (tmp_path / "study.json").read_bytes() == before
+
+
+@pytest.fixture(scope="module")
+def published():
+    return json.loads(RESULTS.read_text())["runs"]
+
+
+def test_with_the_defaults_no_case_ends_worse_by_more_than_the_spread(modules, published):
+    default = modules.runs.default_arm(SimpleNamespace(steps=150, merge_every=25))
+    cases = modules.table.cells(published)
+    assert {case.split("/")[0] for case in cases} == {"demo", "text", "smollm2"}
+    # The gate of smollm2 is too small to tell (soup_study.md): 0.01 is noise there.
+    assert abs(cases["smollm2/ample/constant"][default].difference) < 0.01
+    for task in ("demo", "text"):
+        assert modules.table.worse(published, task, default) == []
+    for case, arms in cases.items():
+        assert default in arms, case
+
+
+def test_the_page_shows_the_published_results(modules, published):
+    page = (RECIPES / "soup_study.md").read_text()
+    default = modules.runs.default_arm(SimpleNamespace(steps=150, merge_every=25))
+    for task in {key.split("/")[0] for key in published}:
+        assert modules.table.table(published, task, default=default) in page, task
+    readme = (RECIPES.parent / "README.md").read_text()
+    rows = [line for line in readme.splitlines() if " +- 0." in line and "(default)" in line]
+    assert all(line in page for line in rows)

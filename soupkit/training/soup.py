@@ -4,6 +4,9 @@
     the result on the same batches; keep it if it is at least as good, else put the old weights back
     bit for bit; capture the weights the run goes on with, if they are the best so far.
 
+Unless merges are fed back, the run goes on with its old weights either way; what is captured is a
+soup beside it, and the run ends with the better of the two.
+
 The state on disk is written last and at once, so a process that dies anywhere leaves the state
 before step N or after it; a fault that is caught leaves the weights that belong to the state. The
 same seed, data and state give the same bits, whether or not the run was stopped in between.
