@@ -32,7 +32,12 @@ def base_of(info: AdapterInfo) -> PoolBase:
             f"{info.path}: its config has no base_model_name_or_path, so nothing tells whether it "
             "belongs to the pool: write the base's name into adapter_config.json"
         )
-    return PoolBase(info.base.rstrip("/") or info.base, info.revision)
+    return named_base(info.base, info.revision)
+
+
+def named_base(name: str, revision: str | None) -> PoolBase:
+    """A base as pools name it."""
+    return PoolBase(name.rstrip("/") or name, revision)
 
 
 def check_base(manifest: Manifest, info: AdapterInfo) -> PoolBase:
@@ -41,13 +46,19 @@ def check_base(manifest: Manifest, info: AdapterInfo) -> PoolBase:
     Raises:
         PoolError: it is of another base or revision than the pool's.
     """
-    base, ours = base_of(info), manifest.base
+    base = base_of(info)
+    check_same_base(manifest, base, str(info.path))
+    return base
+
+
+def check_same_base(manifest: Manifest, base: PoolBase, name: str) -> None:
+    """Raise PoolError if an adapter of `base` is not of the pool's. `name`: of the adapter."""
+    ours = manifest.base
     if ours is not None and base != ours:
         raise PoolError(
-            f"{info.path} is an adapter of {_told(base)}, the pool of {_told(ours)}: give it a "
-            "pool of its own"
+            f"{name} is an adapter of {_told(base)}, the pool of {_told(ours)}: give it a pool of "
+            "its own"
         )
-    return base
 
 
 def _told(base: PoolBase) -> str:
