@@ -1,10 +1,10 @@
 """Whether an adapter may come into a pool: of the same base as what is there, with modules that the
 base has.
 
-Bases are compared by the name that the adapters' configs give. Where that is a folder here, a
-module's shape is compared with it, and a module is refused whose last name no parameter of the base
-has; modules may be named otherwise there than in the running model, so no more is asked. And
-whether a pool may take another rule. Not here: values.
+Bases are compared by the name that the adapters' configs give, and by the folder where that is one
+here; then a module's shape is compared with it, and a module is refused whose last name no
+parameter of the base has; modules may be named otherwise there than in the running model, so no
+more is asked. And whether a pool may take another rule. Not here: values.
 """
 
 from __future__ import annotations
@@ -48,17 +48,25 @@ def check_base(manifest: Manifest, info: AdapterInfo) -> PoolBase:
     """
     base = base_of(info)
     check_same_base(manifest, base, str(info.path))
-    return base
+    return manifest.base or base
 
 
 def check_same_base(manifest: Manifest, base: PoolBase, name: str) -> None:
     """Raise PoolError if an adapter of `base` is not of the pool's. `name`: of the adapter."""
     ours = manifest.base
-    if ours is not None and base != ours:
+    if ours is not None and base != ours and not _is_one_folder(base, ours):
         raise PoolError(
             f"{name} is an adapter of {_told(base)}, the pool of {_told(ours)}: give it a pool of "
             "its own"
         )
+
+
+def _is_one_folder(base: PoolBase, ours: PoolBase) -> bool:
+    """Whether both name one folder here, one from where we are and the other from the root, say."""
+    folders = [Path(one.name).expanduser() for one in (base, ours)]
+    if base.revision != ours.revision or not all(folder.is_dir() for folder in folders):
+        return False
+    return folders[0].samefile(folders[1])
 
 
 def _told(base: PoolBase) -> str:

@@ -111,8 +111,8 @@ class Conv(nn.Module):
 def test_convolutions_and_transposed_layers_keep_their_kinds(tmp_path):
     torch.manual_seed(3)
     lora = peft.LoraConfig(r=2, target_modules=["conv", "mixed"], fan_in_fan_out=True)
-    lora.base_model_name_or_path = "someone/conv"
     model = peft.get_peft_model(Conv(), lora)
+    model.peft_config["default"].base_model_name_or_path = "someone/conv"
     rows = [{"pixels": torch.randn(2, 5, 4), "labels": torch.randn(5)} for _ in range(6)]
     callback = KMergeCallback(pool=tmp_path / "pool", task="coder", rule=RULE)
     settings = {"learning_rate": 3e-2, "max_steps": 2, "remove_unused_columns": False}
@@ -180,6 +180,15 @@ def test_a_second_run_is_merged_where_slots_are_full(base, tmp_path):
     first, second = (deltas(tmp_path / f"{task}-peft") for task in "ab")
     for name, delta in ours.items():
         torch.testing.assert_close(delta, (first[name] + second[name]) / 2, rtol=1e-4, atol=1e-7)
+
+
+def test_a_base_is_the_same_folder_however_it_is_written(base, tmp_path, monkeypatch):
+    started(base, tmp_path, task="a")
+    monkeypatch.chdir(base.parent)
+    started(Path(base.name), tmp_path, task="b")
+    pool = AdapterPool.open(tmp_path / "pool")
+    assert sorted(pool.tasks) == ["a", "b"]
+    assert pool.read().base.name == str(base)
 
 
 def test_a_pool_that_refuses_keeps_the_adapter_and_the_run_ends_well(base, tmp_path, capsys):
