@@ -122,7 +122,7 @@ def read_adapter_config(path: Path) -> AdapterConfig:
     try:
         if not isinstance(config, dict):
             raise ValueError("is no JSON object: is it PEFT's?")
-        _refuse_more(config)
+        refuse_more(config)
         targets = tuple(sorted(set(_names("target_parameters", config.get("target_parameters")))))
         return AdapterConfig(
             path=path,
@@ -193,8 +193,8 @@ def _of_pattern(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
     return pattern.get(name, default)
 
 
-def _refuse_more(config: Mapping[str, Any]) -> None:
-    """Raise ValueError where the adapter is not plain LoRA."""
+def refuse_more(config: Mapping[str, Any]) -> None:
+    """Raise ValueError where the fields of an adapter's config make it more than plain LoRA."""
     if config.get("peft_type") != "LORA":
         raise ValueError(
             f"peft_type is {config.get('peft_type')!r}; only LORA adapters are read: train with "

@@ -1,10 +1,10 @@
 """Whether an adapter may come into a pool: of the same base as what is there, with modules that the
 base has.
 
-Bases are compared by the name that the adapters' configs give. Where that is a folder here, a
-module's shape is compared with it, and a module is refused whose last name no parameter of the base
-has; modules may be named otherwise there than in the running model, so no more is asked. And
-whether a pool may take another rule. Not here: values.
+Bases are compared by the name that the adapters' configs give, and by the folder where that is one
+here; then a module's shape is compared with it, and a module is refused whose last name no
+parameter of the base has; modules may be named otherwise there than in the running model, so no
+more is asked. And whether a pool may take another rule. Not here: values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ def base_of(info: AdapterInfo) -> PoolBase:
             f"{info.path}: its config has no base_model_name_or_path, so nothing tells whether it "
             "belongs to the pool: write the base's name into adapter_config.json"
         )
-    return PoolBase(info.base.rstrip("/") or info.base, info.revision)
+    return named_base(info.base, info.revision)
+
+
+def named_base(name: str, revision: str | None) -> PoolBase:
+    """A base as pools name it."""
+    return PoolBase(name.rstrip("/") or name, revision)
 
 
 def check_base(manifest: Manifest, info: AdapterInfo) -> PoolBase:
@@ -41,13 +46,27 @@ def check_base(manifest: Manifest, info: AdapterInfo) -> PoolBase:
     Raises:
         PoolError: it is of another base or revision than the pool's.
     """
-    base, ours = base_of(info), manifest.base
-    if ours is not None and base != ours:
+    base = base_of(info)
+    check_same_base(manifest, base, str(info.path))
+    return manifest.base or base
+
+
+def check_same_base(manifest: Manifest, base: PoolBase, name: str) -> None:
+    """Raise PoolError if an adapter of `base` is not of the pool's. `name`: of the adapter."""
+    ours = manifest.base
+    if ours is not None and base != ours and not _is_one_folder(base, ours):
         raise PoolError(
-            f"{info.path} is an adapter of {_told(base)}, the pool of {_told(ours)}: give it a "
-            "pool of its own"
+            f"{name} is an adapter of {_told(base)}, the pool of {_told(ours)}: give it a pool of "
+            "its own"
         )
-    return base
+
+
+def _is_one_folder(base: PoolBase, ours: PoolBase) -> bool:
+    """Whether both name one folder here, one from where we are and the other from the root, say."""
+    folders = [Path(one.name).expanduser() for one in (base, ours)]
+    if base.revision != ours.revision or not all(folder.is_dir() for folder in folders):
+        return False
+    return folders[0].samefile(folders[1])
 
 
 def _told(base: PoolBase) -> str:

@@ -39,6 +39,7 @@ ONLY_IN = {
         "soupkit/exact_match.py",
         "soupkit/quality.py",
         "soupkit/training/trainer.py",
+        "soupkit/training/pool_callback.py",
         "soupkit/bench/strategy.py",
         "soupkit/serving/engine.py",
         "soupkit/serving/pretrained.py",

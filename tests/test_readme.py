@@ -117,6 +117,7 @@ def test_the_readme_runs_from_top_to_bottom(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    outputs: list[str] = []
     for kind, text in BLOCK.findall(README):
         if kind == "python":
             code = PRELUDE + shortened(text, port)
@@ -125,7 +126,7 @@ def test_the_readme_runs_from_top_to_bottom(
                 cwd=folder, env=environment(), capture_output=True, text=True, check=False,
             )  # fmt: skip
             assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
-            last_output = done.stdout
+            outputs.append(done.stdout)
         for line in text.splitlines() if kind == "bash" else ():
             command = shortened(line.split("  #")[0].strip(), port)
             if not command or set_up_line(command):
@@ -139,8 +140,10 @@ def test_the_readme_runs_from_top_to_bottom(
                 cwd=folder, env=environment(), capture_output=True, text=True, check=False,
             )  # fmt: skip
             assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    # The last block asked the base and the three variants that the blocks before it made.
-    assert all(name in last_output for name in ("base", "coder", "chat", "legal"))
+    # The client asked the base and the three variants that the blocks before it made.
+    asked, resolved = outputs[-2:]
+    assert all(name in asked for name in ("base", "coder", "chat", "legal"))
+    assert (Path(resolved.splitlines()[-1]) / "adapter_model.safetensors").exists()
     assert (folder / "dense" / "model.safetensors").exists()
     assert (folder / "adapter" / "adapter_model.safetensors").exists()
     assert (folder / "merged" / "model.safetensors").exists()

@@ -1,5 +1,5 @@
 """Merges inside a training run: `SoupCallback` for Trainer; `Soup` for Accelerate, DeepSpeed
-engines and plain loops.
+engines and plain loops. `KMergeCallback` for Trainer: the run's LoRA adapter goes into a pool.
 
 Names are imported on first use, so that a plain loop needs neither transformers nor accelerate.
 """
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from soupkit.training.accelerate import Soup
+    from soupkit.training.pool_callback import KMergeCallback
     from soupkit.training.report import MergeReport
     from soupkit.training.trainer import SoupCallback
 
-__all__ = ["MergeReport", "Soup", "SoupCallback"]
+__all__ = ["KMergeCallback", "MergeReport", "Soup", "SoupCallback"]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,6 +27,10 @@ def __getattr__(name: str) -> Any:
         from soupkit.training.accelerate import Soup
 
         return Soup
+    if name == "KMergeCallback":
+        from soupkit.training.pool_callback import KMergeCallback
+
+        return KMergeCallback
     if name == "MergeReport":
         from soupkit.training.report import MergeReport
 

@@ -21,6 +21,12 @@ def checkpoint_model(model: nn.Module) -> nn.Module:
     return unwrap(root(unwrap(model))[0])
 
 
+def own_tensors(model: nn.Module, *, instead: TensorSource | None = None) -> ShardedSource:
+    """All tensors by the model's own names, LoRA factors among them; as `checkpoint_tensors`."""
+    own = ModelTensors(model)
+    return own if instead is None else _Replaced(own, instead)
+
+
 def checkpoint_tensors(model: nn.Module, *, instead: TensorSource | None = None) -> ShardedSource:
     """All tensors by the names of the checkpoint. Reading one is collective unless it `is_whole`.
 
@@ -30,8 +36,7 @@ def checkpoint_tensors(model: nn.Module, *, instead: TensorSource | None = None)
     Raises:
         TrainingError: an adapter's base is quantised, so there is no dense weight to speak of.
     """
-    own = ModelTensors(model)
-    live: ShardedSource = own if instead is None else _Replaced(own, instead)
+    live = own_tensors(model, instead=instead)
     return _WithAdapter(model, live) if is_peft(model) else live
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ def finish_run(
     *,
     step: int,
     save_companions: Callable[[Path], None],
+    first: Sequence[Callable[[Final], None]] = (),
 ) -> ExportReport | None:
     """Export the weights that the run ends with, if asked to, and make them the live ones, if the
     config says so. Collective; rank 0 writes.
@@ -75,13 +76,16 @@ def finish_run(
     Args:
         step: the last optimizer step.
         save_companions: writes tokenizer files into a folder.
+        first: what else the run leaves of them, before the export; collective, too.
 
     Returns:
         The report of the export, on every rank.
     """
-    if export is None and not run.config.loads_at_end:
+    if export is None and not run.config.loads_at_end and not first:
         return None
     final, report = run.final(), None
+    for leave in first:
+        leave(final)
     if export is not None:
         report = _export(run, final, export, step=step, save_companions=save_companions)
     if run.config.loads_at_end and final.instead is not None:

@@ -24,6 +24,7 @@ from soupkit.errors import TrainingError
 from soupkit.tracking import say
 from soupkit.training.checkpoint_tensors import checkpoint_tensors
 from soupkit.training.ema_run import EmaRun
+from soupkit.training.final import Final
 from soupkit.training.finish import check_export, finish_run
 from soupkit.training.gate import EvaluationLoss
 from soupkit.training.report import MergeReport
@@ -50,9 +51,16 @@ def find_trainer(callback: TrainerCallback) -> Trainer:
             return candidate
         frame = frame.f_back
     raise TrainingError(
-        "SoupCallback does not find the Trainer that calls it; call callback.attach(trainer) "
-        "before trainer.train()"
+        f"{type(callback).__name__} does not find the Trainer that calls it; call "
+        "callback.attach(trainer) before trainer.train()"
     )
+
+
+def is_preempted(args: Any, state: Any, control: Any) -> bool:
+    """Whether the process is about to be taken away at this step, its checkpoint written."""
+    is_last = state.global_step >= state.max_steps
+    is_asked = getattr(args, "enable_jit_checkpoint", False) and control.should_training_stop
+    return bool(is_asked and not is_last)
 
 
 class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
@@ -78,6 +86,8 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
         self.export = export
         self.base = base
         self.reports: list[MergeReport] = []
+        # What else a run leaves of the weights that it ends with, of callbacks beside this one.
+        self.at_end: list[Callable[[Final], None]] = []
         self._attached: Trainer | None = None
         self._run: SoupRun | EmaRun | None = None
         self._companions: Callable[[Path], None] = _no_companions
@@ -162,14 +172,8 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Merge, if this optimizer step is a merge point. Collective."""
-        is_last = state.global_step >= state.max_steps
-        if (
-            getattr(args, "enable_jit_checkpoint", False)
-            and control.should_training_stop
-            and not is_last
-        ):
-            # The process is about to be taken away and its checkpoint is written: a merge now would
-            # not be in it.
+        if is_preempted(args, state, control):
+            # A merge now would not be in the checkpoint.
             self._is_preempted = True
             if self._run is not None:
                 self._run.at_preemption(int(state.global_step))
@@ -236,7 +240,11 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
         try:
             if not self._is_preempted:
                 finish_run(
-                    run, self.export, step=int(state.global_step), save_companions=self._companions
+                    run,
+                    self.export,
+                    step=int(state.global_step),
+                    save_companions=self._companions,
+                    first=self.at_end,
                 )
             elif self.export is not None and run.ranks.is_zero:
                 say(f"stopped at step {state.global_step} to be resumed; nothing is exported yet")
