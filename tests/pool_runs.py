@@ -38,7 +38,10 @@ def trained(kind: str, base: Path, folder: Path, callback: KMergeCallback):
         run.train()
         assert type(run.model_wrapped) is DistributedDataParallel
         return run
-    from sharded_frameworks import sharded_trainer, strategy_of
+    from sharded_frameworks import sharded_trainer, strategy_of, without_compiler
+
+    if "ZeRO" in kind:
+        without_compiler()
 
     sharded = {**settings, "model": adapted(base), "save_strategy": "no"}
     run = sharded_trainer(kind, base, folder, [callback], **sharded)

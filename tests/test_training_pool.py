@@ -149,8 +149,7 @@ class Keep(TrainerCallback):
         self.weights[state.global_step] = weights_of(model)
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize("kind", [Better, Worse])
+@pytest.mark.parametrize(("kind", "is_first"), [(Better, True), (Better, False), (Worse, True)])
 def test_beside_a_soup_callback_it_is_what_the_run_ends_with(base, tmp_path, kind, is_first):
     config = SoupConfig(method="ema", ema_decay=0.5, merge_every_n_steps=2, load_at_end=True)
     soup = kind(config, export=ExportConfig(family=tmp_path / "family", name="x"))
@@ -279,23 +278,23 @@ def test_another_kind_of_adapter_is_refused(base, tmp_path):
 
 
 def test_pools_that_will_not_take_it_are_refused_before_training(base, tmp_path):
-    with pytest.raises(PoolError, match="is no pool yet"):
-        started(base, tmp_path, rule=None)
+    model = adapted(base)
+
+    def refused(words: str, kind: type[Exception] = PoolError, **options) -> None:
+        with pytest.raises(kind, match=words):
+            started(base, tmp_path, model, **options)
+
+    refused("is no pool yet", rule=None)
     started(base, tmp_path)
-    with pytest.raises(PoolError, match="has the task 'coder' already"):
-        started(base, tmp_path)
-    with pytest.raises(ValueError, match="gate_quality=None with quality"):
-        started(base, tmp_path, task="two", quality=lambda folder, task: 1.0)
-    with pytest.raises(ValueError, match="capacity_bytes=10"):
-        started(base, tmp_path, task="two", rule=PoolRule(capacity_bytes=10))
-    other = adapted(base)
-    other.peft_config["default"].base_model_name_or_path = "someone/else"
-    with pytest.raises(PoolError, match="task 'two' is an adapter of someone/else, the pool of"):
-        started(base, tmp_path, other, task="two", rule=None)
+    refused("has the task 'coder' already")
+    scored = {"task": "two", "quality": lambda folder, task: 1.0}
+    refused("gate_quality=None with quality", ValueError, **scored)
+    refused("capacity_bytes=10", ValueError, task="two", rule=PoolRule(capacity_bytes=10))
     (tmp_path / "file").write_text("")
     for place in (tmp_path, tmp_path / "file", tmp_path / "file" / "pool"):
-        with pytest.raises(PoolError, match="no pool can be made there"):
-            started(base, tmp_path, pool=place)
+        refused("no pool can be made there", pool=place)
+    model.peft_config["default"].base_model_name_or_path = "someone/else"
+    refused("task 'two' is an adapter of someone/else, the pool of", task="two", rule=None)
 
 
 def check_two_ranks(kind: str, base: Path, folder: Path) -> dict:
