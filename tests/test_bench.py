@@ -8,7 +8,7 @@ import pytest
 import serving_kit
 import torch
 
-from soupkit.bench import load, merge, offline_merge, rows, serve, strategies
+from soupkit.bench import load, merge, offline_merge, pool, rows, serve, strategies
 from soupkit.bench.rows import Row, compare, document
 from soupkit.bundle import open_variant
 from soupkit.checkpoint import open_checkpoint
@@ -153,6 +153,14 @@ def test_loading_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert gap.goal is not None
     assert gap.goal >= 3.0
     assert gap.value > 0
+
+
+def test_adding_to_a_pool_is_measured() -> None:
+    found = pool.run(quick=True)
+    assert [row.name for row in found] == [
+        f"add to a pool of 8, {method}" for method in ("history_mean", "opcm")
+    ]
+    assert all(row.value > 0 and row.ratio > 0 for row in found)
 
 
 @pytest.mark.parametrize("bench", [serve, load])

@@ -22,6 +22,7 @@ class Bench(str, Enum):
     serve = "serve"
     load = "load"
     cache = "cache"
+    pool = "pool"
 
 
 @command
@@ -148,7 +149,7 @@ def _measure(
         return module.run(quick=quick), module.model(quick=quick)
     if what in (Bench.serve, Bench.load):
         return module.run(quick=quick, family=family), []
-    if what is Bench.cache:
+    if what in (Bench.cache, Bench.pool):
         return module.run(quick=quick), []
     given: dict[str, Any] = {"program": mergekit} if what is Bench.merge else {}
     with show_progress("measuring") as progress:
