@@ -29,17 +29,21 @@ SHAPE, QUICK_SHAPE = (16, 2048, 512), (2, 256, 64)
 
 
 def run(*, quick: bool) -> list[Row]:
-    """A row for each way of merging that is factored throughout."""
+    """A row for each way of merging that is factored throughout; CPU time of one thread."""
     shape, repeats = (QUICK_SHAPE, 3) if quick else (SHAPE, 7)
     methods = [method for method in get_args(SlotMethod) if method not in ("ties", "dare")]
-    with tempfile.TemporaryDirectory() as scratch:
-        adapters = [_adapter(shape, seed=seed) for seed in range(SLOTS + 1)]
-        folders = []
-        for i, modules in enumerate(adapters):
-            folder = Path(scratch) / f"adapter-{i}"
-            write_adapter(folder, modules, base="base", revision=None)
-            folders.append(folder)
-        return [_row(method, Path(scratch), folders, adapters, repeats) for method in methods]
+    threads = torch.get_num_threads()
+    # CPU time is what counts, and threads that wait for each other spend it.
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            adapters = [_adapter(shape, seed=seed) for seed in range(SLOTS + 1)]
+            folders = [Path(scratch) / f"adapter-{i}" for i in range(SLOTS + 1)]
+            for folder, modules in zip(folders, adapters, strict=True):
+                write_adapter(folder, modules, base="base", revision=None)
+            return [_row(method, Path(scratch), folders, adapters, repeats) for method in methods]
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _row(
