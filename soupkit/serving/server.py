@@ -17,6 +17,7 @@ import uvicorn
 
 from soupkit.errors import ServingError
 from soupkit.family import open_base
+from soupkit.headroom import MAX_RUNNING
 
 from .app import create_app
 from .catalog import Catalog
@@ -32,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_QUEUE = 512
 DEFAULT_MAX_WAIT_SECONDS = 300.0
-DEFAULT_MAX_RUNNING = {"cpu": 16, "cuda": 128}
 # How long a stop waits for open requests; after the last ones their connections are cut.
 DRAIN_SECONDS = 25
 LAST_SECONDS = 5
@@ -142,7 +142,7 @@ def build_service(
     # On CPUs float32 is exact and rarely slower; on GPUs what the base was stored in.
     default = torch.float32 if target.type == "cpu" else checkpoint.main_dtype
     model = load_model(checkpoint.path, device=target, dtype=_dtype(dtype, default))
-    running = max_running or DEFAULT_MAX_RUNNING.get(target.type, DEFAULT_MAX_RUNNING["cpu"])
+    running = max_running or MAX_RUNNING.get(target.type, MAX_RUNNING["cpu"])
     queue = max_queue or DEFAULT_MAX_QUEUE
     bank = bank_of(model)
     if cache_bytes is None:
