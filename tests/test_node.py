@@ -89,7 +89,7 @@ def test_a_gpu_of_the_documents_node_by_hand() -> None:
 def test_other_layouts_of_the_documents_node() -> None:
     by_layout = {str(plan.layout): plan for plan in document_node().plans}
     assert "141,107,412,992" in by_layout["8 x TP 1"].refusal
-    # By hand, of 4 GPUs: 34,225,520,640 + 1,050,673,152 + 2,637,824 of the base, 44,721,168,384 left.
+    # By hand, 4 GPUs: 34,225,520,640 + 1,050,673,152 + 2,637,824 of base; 44,721,168,384 left.
     # 16 requests of 8192 tokens at 81,920 + 12,304 bytes need 12,350,128,128, with a fifth to spare
     # 15,437,660,160. In 29,283,508,224 there is room for 13 slots, not for 14:
     # 2,139,095,040 + 4 x 80 x (16,896 + 16,384) + 65,667,072 + 256,512 + 2,637,824 bytes each.
