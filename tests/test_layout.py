@@ -51,7 +51,7 @@ ONLY_IN = {
     "deepspeed": {"soupkit/bench/strategy.py"},
     "matplotlib": {"soupkit/report_page.py", "soupkit/tracking.py"},
     "fastapi": {"soupkit/serving/app.py"},
-    "uvicorn": {"soupkit/serving/server.py"},
+    "uvicorn": {"soupkit/serving/listening.py"},
     "prometheus_client": {"soupkit/serving/metrics.py"},
     "triton": {
         "kernels/soupkit_kernels/triton_linear.py",

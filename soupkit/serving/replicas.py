@@ -1,9 +1,9 @@
 """Which of several replicas answers a request: by what each holds, and by how much it has to do.
 
-    held and a place in a batch free    the replica that holds it, a resident before a load under way
-    held, but every batch is full       one more replica loads it, if it has room for that
-    held nowhere                        where a copy is in host memory, else where there is room
-    base                                where there is least to do
+    held, and a place in a batch free    the replica that holds it, loaded before being loaded
+    held, but every batch is full        one more replica loads it, if it has room for that
+    held nowhere                         where a copy is in host memory, else where there is room
+    base                                 where there is least to do
 
 Room is a free slot, or one whose variant another replica holds too and nobody uses here: a copy
 puts no other variant out of the fleet, unless twice a batch is open for the replica that it is to
