@@ -40,13 +40,19 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def default_cache_bytes(device: torch.device, slot_bytes: int, num_variants: int) -> int:
-    """Slots for all variants and some that training may add, but half of what is free at most."""
-    free = free_bytes(device)
+def default_cache_bytes(
+    device: torch.device, slot_bytes: int, num_variants: int, *, sharers: int = 1
+) -> int:
+    """Slots for all variants and some that training may add, but half of what is free at most.
+
+    Args:
+        sharers: engines that share the device's memory.
+    """
+    free = free_bytes(device) // sharers
     return headroom.share_of_variants(free, slot_bytes=slot_bytes, num_variants=num_variants)
 
 
-def plan_kv(model: Any, *, max_running: int, cache_bytes: int) -> KVPlan:
+def plan_kv(model: Any, *, max_running: int, cache_bytes: int, sharers: int = 1) -> KVPlan:
     """Sizes the key-value cache for a loaded model, leaving room for `cache_bytes` of variants."""
     config, device = model.config.get_text_config(), model.device
     heads = config.num_attention_heads
@@ -60,5 +66,5 @@ def plan_kv(model: Any, *, max_running: int, cache_bytes: int) -> KVPlan:
     wanted = max_running * context
     if device.type != "cuda":
         wanted = min(wanted, max(CPU_KV_TOKENS, context))
-    room = headroom.share_of_tokens(free_bytes(device), cache_bytes)
+    room = headroom.share_of_tokens(free_bytes(device) // sharers, cache_bytes)
     return KVPlan(min(wanted, room // per_token), batch_tokens)
