@@ -76,6 +76,7 @@ class Front:
 
     async def any(self, request: Request) -> Response:
         """An answer that each replica gives alike."""
+        await request.body()
 
         async def ask(member: Member, held: AsyncExitStack) -> Response:
             return await self._ask(member, request, b"", held)
