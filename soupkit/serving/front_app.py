@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from soupkit.bundle import open_family
 from soupkit.errors import ServingError
 
 from .connection import ClientGone
@@ -210,6 +211,7 @@ def run(
     """
     if replicas < 1:
         raise ValueError(f"replicas={replicas}: must be at least 1")
+    open_family(family)  # what is wrong with it is told before any process starts
     settings = ReplicaSettings(
         family=str(family),
         base=None if base is None else str(base),
