@@ -1,20 +1,12 @@
 """The simulator: runs that are worked by hand, what always holds, and the real server beside it."""
 
-import asyncio
-from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving_kit import add_to_family, make_base
 
-from soupkit.bench import fleet, fleet_check
-from soupkit.bench.fleet_cost import roofline
 from soupkit.bench.fleet_sim import Arrival, Outcome, Room, simulate
-from soupkit.node_times import Speeds
-from soupkit.placement import shape_for
 from soupkit.serving.states import BASE_DIGEST, Limits
 
 
@@ -134,46 +126,3 @@ def test_a_full_queue_refuses_and_a_warm_up_counts_nothing() -> None:
         room=Room(1, 10, 10), limits=Limits(max_running=2, max_queue=10), warm_until=20.0,
     )  # fmt: skip
     assert (warm.first, warm.loads, warm.hits, warm.misses) == (pytest.approx([1.0]), 0, 1, 0)
-
-
-def test_a_node_of_the_bench_by_hand() -> None:
-    """TP 8 on H100: 139,003,428,864 bytes of weights over 8 x 3.35e12 a second, as in test_node."""
-    shape = shape_for(70e9)
-    costs = roofline(shape, fleet.plan_of(shape, 14), Speeds())
-    assert costs.step(0, 0) == pytest.approx(139_003_428_864 / 26.8e12)
-    # 14 variants, and keys and values of half of 8192 tokens at 327,680 bytes for each sequence.
-    moved = 139_003_428_864 + 14 * 8_687_714_304 + 32 * 4096 * 327_680
-    assert costs.step(32, 14) == pytest.approx(moved / 26.8e12)
-    assert costs.load_seconds == pytest.approx(8_849_582_080 / 7e9)
-    assert costs.prompt(1024, is_base=True) == pytest.approx(140_187_732_541_440 / 7.912e15)
-    # 141 GB of weights need two GPUs of 80 GB.
-    assert fleet.gpus_alone(shape) == 2
-
-
-def test_the_bench_tells_hits_first_tokens_and_gpus() -> None:
-    case = fleet.Case(2, 60, 6.0)
-    rows = {row.name.partition(": ")[2]: row for row in fleet._rows(case)}
-    assert rows["GPUs"].value == 16
-    assert rows["GPUs"].ratio == pytest.approx(16 / (2 * 60))
-    assert 0 < rows["requests whose variant was resident"].ratio <= 1
-    assert rows["first token, P99"].ratio >= 0.999
-    counts = Counter(arrival.model for arrival in fleet.arrivals(fleet.Case(1, 10, 500.0)))
-    # Zipf: the first is asked for twice as often as the second, ten times as often as the tenth.
-    assert counts["v0"] / counts["v1"] == pytest.approx(2, rel=0.15)
-    assert counts["v0"] / counts["v9"] == pytest.approx(10, rel=0.2)
-
-
-@pytest.mark.slow
-def test_the_server_does_what_the_simulator_says(tmp_path: Path) -> None:
-    """Counts only: times depend on who else uses the machine."""
-    make_base(tmp_path / "base")
-    for seed in range(9):
-        add_to_family(
-            tmp_path, f"v{seed}", lambda name: "_proj" in name, encoding="row", seed=seed + 1
-        )
-    rows = asyncio.run(fleet_check._check(tmp_path / "family", count=160))
-    by_name = {row.name: row for row in rows}
-    hits = by_name["server: requests whose variant was resident"]
-    assert abs(hits.value - hits.value / hits.ratio) <= 8, "points"
-    assert by_name["server: loads"].ratio == pytest.approx(1.0, abs=0.15)
-    print(*rows, sep="\n")

@@ -598,7 +598,7 @@ def test_bench_prints_one_document_or_a_table(monkeypatch):
     assert "9x17" in run("bench", "kernel").stdout
 
 
-@pytest.mark.parametrize("what", ["kernel", "merge", "export", "serve", "load", "cache", "fleet"])
+@pytest.mark.parametrize("what", ["kernel", "merge", "export", "serve", "load", "cache"])
 def test_every_bench_takes_what_the_command_gives_it(family, monkeypatch, what):
     import importlib
     import inspect
@@ -624,4 +624,4 @@ def test_every_bench_takes_what_the_command_gives_it(family, monkeypatch, what):
 def test_bench_serve_and_load_and_no_other_take_a_family(family):
     assert "give a family" in complaint("bench", "serve")
     assert "give a family" in complaint("bench", "load")
-    assert "`fleet` may have one" in complaint("bench", "kernel", family)
+    assert "and to no other" in complaint("bench", "kernel", family)

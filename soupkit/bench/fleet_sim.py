@@ -4,9 +4,8 @@ and a cost model in the place of disks, links and GPUs.
 An event is an arrival, the end of a load, of an install, of a prompt, or of the next sequence that
 ends. A replica's engine computes prompts one after the other before it goes on with its sequences,
 which all advance by a token a step; steps are not events: between two events their length stands.
-A replica's disk reads one variant after the other, or several side by side. The choice sees what
-replicas hold as it is, not as it was told a moment ago. Not here: costs (fleet_cost.py), failures,
-cancellations.
+One disk a replica reads one variant after the other. The choice sees what replicas hold as it is,
+not as it was told a moment ago. Not here: costs (fleet_cost.py), failures, cancellations.
 """
 
 from __future__ import annotations
@@ -31,13 +30,8 @@ TICK_SECONDS = 0.5
 class Costs(Protocol):
     """Seconds of what a replica does."""
 
-    @property
-    def load_seconds(self) -> float:
-        """From the disk to host memory."""
-
-    @property
-    def install_seconds(self) -> float:
-        """From there to a slot."""
+    load_seconds: float
+    install_seconds: float
 
     def prompt(self, tokens: int, *, is_base: bool) -> float:
         """The first token of a prompt, alone in the engine."""
@@ -48,17 +42,12 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a replica has room for, in bytes: slots of equal size, host memory, a variant's file.
-
-    Args:
-        disks: variants that are read at a time, each as fast as one alone.
-    """
+    """What a replica has room for, in bytes: slots of equal size, host memory, a variant's file."""
 
     slots: int
     slot_bytes: int
     file_bytes: int
     host_bytes: int = 0
-    disks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,22 +214,17 @@ class SimReplica:
         self.open_for: Counter[str] = Counter()
         self._known: set[str] = set()
         self._moving: dict[str, Phase] = {}
-        self._disks_free = [0.0] * room.disks  # from when on
-        self._view: Replica | None = None  # as it was, until something changes
+        self._disk_free = 0.0
         self._limits = limits
         if room.slots:
             self.router.reserve(room.slot_bytes)
 
-    def view(self) -> Replica:
-        """What the choice of a replica looks at."""
-        if self._view is None:
-            self._view = self._look()
-        return self._view
-
-    def _look(self) -> Replica:
+    def view(self, name: str) -> Replica:
+        """What the choice of a replica for a variant looks at."""
         cache = self.router.cache
-        phases = {name: Phase.HOST for name in self._known if cache.is_hosted(name)}
-        phases |= dict.fromkeys(cache.digests, Phase.RESIDENT) | self._moving
+        phases = dict.fromkeys(cache.digests, Phase.RESIDENT) | self._moving
+        if cache.is_hosted(name):
+            phases.setdefault(name, Phase.HOST)
         return Replica(
             is_up=True,
             open=self.open_for.total(),
@@ -254,7 +238,6 @@ class SimReplica:
     def submit(self, arrival: Arrival) -> None:
         """A request comes."""
         name, outcome = arrival.model, self._outcome
-        self._view = None
         if name != BASE_DIGEST and name not in self._known:
             self._known.add(name)
             self.router.set_family(self._known)
@@ -277,7 +260,6 @@ class SimReplica:
         self.router.finished(job)
 
     def _forget(self, name: str) -> None:
-        self._view = None
         self.open_for[name] -= 1
         if not self.open_for[name]:
             del self.open_for[name]
@@ -298,44 +280,34 @@ class SimReplica:
     # Mover.
 
     def load(self, digest: str) -> None:
-        self._view = None
         self._moving[digest] = Phase.LOADING
         now = self._clock.now
         is_warm = now >= self._warm_until
-        ends = max(heapq.heappop(self._disks_free), now) + is_warm * self._costs.load_seconds
-        heapq.heappush(self._disks_free, ends)
+        self._disk_free = max(self._disk_free, now) + is_warm * self._costs.load_seconds
         self._outcome.loads += is_warm
-        self._clock.after(ends - now, lambda: self._loaded(digest))
+        self._clock.after(self._disk_free - now, lambda: self._loaded(digest))
 
     def _loaded(self, digest: str) -> None:
         room = self._room
         self.router.loaded(digest, room.file_bytes, slot_bytes=room.slot_bytes)
-        self._view = None
 
     def drop(self, digest: str) -> None:
-        self._view = None
         if self._moving.get(digest) is Phase.LOADING:
             del self._moving[digest]  # nobody waits for it any more
 
     def install(self, digest: str, slot: int, evicted: list[Evicted]) -> None:
-        self._view = None
         self._moving[digest] = Phase.INSTALLING
         self._clock.after(self._costs.install_seconds, lambda: self._installed(digest))
 
     def _installed(self, digest: str) -> None:
         del self._moving[digest]
         self.router.installed(digest)
-        self._view = None
 
     def evict(self, evicted: Evicted) -> None:
-        self._view = None
+        pass
 
     def grow(self, num_slots: int, slot_bytes: int) -> None:
-        self._clock.after(0.0, self._grown)
-
-    def _grown(self) -> None:
-        self.router.grown()
-        self._view = None
+        self._clock.after(0.0, self.router.grown)
 
 
 def simulate(
@@ -363,7 +335,7 @@ def simulate(
 
     def arrive(arrival: Arrival) -> None:
         name = None if arrival.model == BASE_DIGEST else arrival.model
-        chosen = choose([one.view() for one in fleet], name)
+        chosen = choose([one.view(arrival.model) for one in fleet], name)
         assert chosen is not None
         outcome.per_replica[chosen] += 1
         fleet[chosen].submit(arrival)

@@ -25,7 +25,6 @@ class Bench(str, Enum):
     load = "load"
     cache = "cache"
     pool = "pool"
-    fleet = "fleet"
 
 
 @command
@@ -106,7 +105,7 @@ def serve(
 def bench(
     what: Annotated[Bench, typer.Argument(help="What to measure.")],
     family: Annotated[
-        Path | None, typer.Argument(help="To serve, for `serve`, `load`, and a check of `fleet`.")
+        Path | None, typer.Argument(help="The family to serve, for `serve` and `load`.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and repetitions.")] = False,
     check: Annotated[
@@ -131,9 +130,8 @@ def bench(
     """
     from soupkit.bench.rows import document, show
 
-    needs_one = what in (Bench.serve, Bench.load)
-    if what is not Bench.fleet and (family is None) == needs_one:
-        raise ValueError("give a family to `bench serve` and `bench load`; `fleet` may have one")
+    if (family is None) == (what in (Bench.serve, Bench.load)):
+        raise ValueError("give a family to `bench serve` and `bench load`, and to no other")
     if check:
         if what is not Bench.kernel or quick:
             raise ValueError("give --check to `bench kernel`, and without --quick")
@@ -159,7 +157,7 @@ def _measure(
     module = importlib.import_module(f"soupkit.bench.{what.value}")
     if what is Bench.kernel:
         return module.run(quick=quick), module.model(quick=quick)
-    if what in (Bench.serve, Bench.load, Bench.fleet):
+    if what in (Bench.serve, Bench.load):
         return module.run(quick=quick, family=family), []
     if what in (Bench.cache, Bench.pool):
         return module.run(quick=quick), []

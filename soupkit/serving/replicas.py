@@ -18,7 +18,6 @@ comes back to where its file is still in the page cache.
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from .states import Phase
 
@@ -27,8 +26,7 @@ _HELD = frozenset({Phase.QUEUED, Phase.LOADING, Phase.INSTALLING, Phase.RESIDENT
 PATIENCE = 2
 
 
-# No slots: what follows from the fields is kept, as a choice asks for it more than once.
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Replica:
     """What is known of one.
 
@@ -70,7 +68,7 @@ class Replica:
         """Whether it is on its way."""
         return self.holds(variant) and self.phases.get(variant) is not Phase.RESIDENT
 
-    @cached_property
+    @property
     def held(self) -> frozenset[str]:
         """All that take a slot, or are about to."""
         return frozenset(v for v in {*self.phases, *self.open_for} if self.holds(v))
@@ -79,12 +77,7 @@ class Replica:
     def free_slots(self) -> int:
         return max(0, self.slots - len(self.held))
 
-    @cached_property
-    def num_loads(self) -> int:
-        """Variants that are on their way to it."""
-        return sum(map(self.loads, self.held))
-
-    @cached_property
+    @property
     def idle(self) -> frozenset[str]:
         """Variants that may be evicted now."""
         return frozenset(
@@ -144,7 +137,7 @@ def _cost_of_load(
         one.is_busy,
         phase is not Phase.HOST,
         not _has_room(replicas, index),
-        one.num_loads,
+        sum(one.loads(other) for other in one.held),
         int(4 * one.load),
         -one.free_slots,
         hashlib.blake2b(f"{index}\0{variant}".encode(), digest_size=8).digest(),
