@@ -67,7 +67,9 @@ def make_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_base(folder: Path, *, kind: str = "llama", tied: bool = True, seed: int = 0) -> Path:
+def make_base(
+    folder: Path, *, kind: str = "llama", tied: bool = True, seed: int = 0, head_dim: int = 10
+) -> Path:
     """A random model whose greedy texts are varied, saved with its tokenizer."""
     tokenizer = make_tokenizer()
     settings: dict[str, Any] = {
@@ -77,7 +79,7 @@ def make_base(folder: Path, *, kind: str = "llama", tied: bool = True, seed: int
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 10,
+        "head_dim": head_dim,
         "max_position_embeddings": CONTEXT,
         "tie_word_embeddings": tied,
         "initializer_range": 0.25,
@@ -132,10 +134,15 @@ def add_to_family(
 
 
 def make_family(
-    root: Path, *, kind: str = "llama", tied: bool = True, names: Iterable[str] = tuple(VARIANTS)
+    root: Path,
+    *,
+    kind: str = "llama",
+    tied: bool = True,
+    names: Iterable[str] = tuple(VARIANTS),
+    head_dim: int = 10,
 ) -> Path:
     """root/base and root/family with the named variants; returns root."""
-    make_base(root / "base", kind=kind, tied=tied)
+    make_base(root / "base", kind=kind, tied=tied, head_dim=head_dim)
     for seed, name in enumerate(names, start=1):
         moved, encoding = VARIANTS[name]
         add_to_family(root, name, moved, encoding=encoding, seed=seed)

@@ -1,0 +1,3 @@
+"""stub"""
+def replace_models(models_class):
+    pass
