@@ -25,6 +25,9 @@ def register() -> None:
     from .vllm.limits import check_version
 
     check_version(vllm.__version__)
-    # Rows of logits are told in another way to the model runner that vLLM prefers with Triton.
+    # The model runner that was tested; with Triton, vLLM prefers another.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    # Without it vLLM looks up no names beside the base's. The routes that it opens too are closed
+    # by models.py, unless the settings say otherwise.
+    os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     install()
