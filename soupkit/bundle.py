@@ -163,7 +163,8 @@ class Variant:
         Raises:
             BundleError: the file cannot be mapped.
         """
-        path, start = self.path / WEIGHTS_NAME, min((s.start for s in self._slots.values()), default=0)
+        path = self.path / WEIGHTS_NAME
+        start = min((slot.start for slot in self._slots.values()), default=0)
         tensors: dict[str, Tensor] = {}
         with _faults_of(path), open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size

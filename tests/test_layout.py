@@ -52,6 +52,10 @@ ONLY_IN = {
     "fastapi": {"soupkit/serving/app.py"},
     "uvicorn": {"soupkit/serving/server.py"},
     "prometheus_client": {"soupkit/serving/metrics.py"},
+    "vllm": {
+        "soupkit/serving/vllm_plugin.py",
+        *(f"soupkit/serving/vllm/{room}.py" for room in ("hooks", "model", "models", "worker")),
+    },
     "triton": {
         "kernels/soupkit_kernels/triton_linear.py",
         "kernels/soupkit_kernels/triton_weights.py",

@@ -13,6 +13,13 @@ if TYPE_CHECKING:
     from soupkit.bench.rows import Row
 
 
+class Engine(str, Enum):
+    """What generates."""
+
+    transformers = "transformers"
+    vllm = "vllm"
+
+
 class Bench(str, Enum):
     """Benchmarks."""
 
@@ -62,33 +69,73 @@ def serve(
     admin_key_file: Annotated[
         Path | None, typer.Option(help="File with the key to load and unload variants.")
     ] = None,
+    engine: Annotated[Engine, typer.Option(help="What generates.")] = Engine.transformers,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(help="GPUs that share the model, with --engine vllm.", min=1)
+    ] = None,
 ) -> None:
     """Serve the base and all variants of a family over HTTP, in OpenAI's shapes.
 
     Example: soupkit serve family --port 8000 --cache-bytes 2GB
     """
+    shared: dict[str, Any] = {
+        "base": base,
+        "host": host,
+        "port": port,
+        "dtype": dtype.value if dtype else None,
+        "cache_bytes": parse_bytes(cache_bytes),
+        "pin": pin or (),
+        "max_running": max_running,
+    }
+    host_bytes = parse_bytes(host_cache_bytes)
+    if engine is Engine.vllm:
+        own = {
+            "device": device, "pool": pool, "adapters": adapters, "auto-pin": auto_pin or None,
+            "max-queue": max_queue, "max-wait": max_wait, "admin-key-file": admin_key_file,
+        }  # fmt: skip
+        _refuse_for_vllm(own)
+        _serve_with_vllm(
+            family,
+            **shared,
+            host_cache_bytes=host_bytes,
+            tensor_parallel=tensor_parallel or 1,
+            api_key_file=api_key_file,
+        )
+        return
+    if tensor_parallel is not None:
+        raise ValueError("--tensor-parallel goes with --engine vllm; this engine computes alone")
     from soupkit.serving import server
 
     leave_signals()
     server.run(
         family,
-        base=base,
-        host=host,
-        port=port,
+        **shared,
         device=device,
-        dtype=dtype.value if dtype else None,
-        cache_bytes=parse_bytes(cache_bytes),
-        host_cache_bytes=parse_bytes(host_cache_bytes) or 0,
+        host_cache_bytes=host_bytes or 0,
         pool=pool,
         adapters=adapters,
-        pin=pin or (),
         auto_pin=auto_pin,
-        max_running=max_running,
         max_queue=max_queue,
         max_wait_seconds=max_wait,
         api_key_file=api_key_file,
         admin_key_file=admin_key_file,
     )
+
+
+def _refuse_for_vllm(given: dict[str, Any]) -> None:
+    from soupkit.serving.vllm.command import NOT_VLLM
+
+    for flag, value in given.items():
+        if value is not None:
+            raise ValueError(f"--{flag} does not go with --engine vllm: {NOT_VLLM[flag]}")
+
+
+def _serve_with_vllm(family: Path, *, api_key_file: Path | None, **options: Any) -> None:
+    from soupkit.serving.keys import read_keys
+    from soupkit.serving.vllm import command
+
+    keys = read_keys("api_key_file", api_key_file)
+    command.run(command.command(family, **options, keys=keys))
 
 
 @command

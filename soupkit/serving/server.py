@@ -21,6 +21,7 @@ from soupkit.family import open_base
 from .app import create_app
 from .catalog import Catalog
 from .engine import Engine, bank_of
+from .keys import read_keys
 from .memory import default_cache_bytes, plan_kv
 from .pretrained import load_model
 from .service import Service
@@ -213,21 +214,6 @@ def _dtype(dtype: torch.dtype | str | None, default: torch.dtype) -> torch.dtype
     return found
 
 
-def _read_keys(option: str, path: str | Path | None) -> list[str]:
-    """The keys of a file, one a line; none without a file."""
-    if path is None:
-        return []
-    try:
-        keys = Path(path).read_text("ascii").split()
-    except UnicodeDecodeError:
-        raise ValueError(f"{option}={str(path)!r} is no ASCII text; write keys only") from None
-    except OSError as error:
-        raise ValueError(f"{option}={str(path)!r} cannot be read: {error.strerror}") from None
-    if not keys:
-        raise ValueError(f"{option}={str(path)!r} holds no key; write one a line")
-    return keys
-
-
 def _check_address(host: str, port: int) -> None:
     """Raises ServingError if nothing can listen there: said before the base is loaded."""
     try:
@@ -293,8 +279,8 @@ def run(
         SoupkitError: the family, the base or a pinned name cannot be served.
         ValueError: an argument.
     """
-    keys = _read_keys("api_key_file", api_key_file)
-    admin_keys = _read_keys("admin_key_file", admin_key_file)
+    keys = read_keys("api_key_file", api_key_file)
+    admin_keys = read_keys("admin_key_file", admin_key_file)
     if set(keys) & set(admin_keys):
         raise ValueError("a key is in api_key_file and in admin_key_file; give admins another one")
     _check_address(host, port)

@@ -12,7 +12,6 @@ All methods run on the thread that runs the forwards.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +19,11 @@ from torch import Tensor
 from soupkit.bundle import LoadedVariant, Manifest
 from soupkit.errors import ServingError
 from soupkit.serving.layers import ties
-from soupkit.serving.patches import BASE_SLOT, Rows
+from soupkit.serving.patches import BASE_SLOT
 from soupkit.serving.shape import outline
 from soupkit_kernels import Delta
 
+from .batch import Batch
 from .places import Place, meta_like, place_of
 from .sites import Content, LinearSite, MatrixSite, NormSite, Site, Value
 
@@ -46,45 +46,6 @@ class Sites:
     packed: Mapping[str, Sequence[str]]
     rename: Callable[[str], str]
     shared: Mapping[str, Sequence[str]]
-
-
-class Batch:
-    """The slots of one forward."""
-
-    def __init__(
-        self, tokens: Sequence[int], heads: Sequence[int], device: torch.device, planes: int
-    ) -> None:
-        self.active = frozenset(tokens) - {BASE_SLOT}
-        self._tokens = tuple(tokens)
-        self._device, self._planes = device, planes
-        self.prompt: range | None = None  # tokens whose logits are asked for, instead of heads
-        self._made: dict[tuple[bool, int, range | None], Rows] = {}
-        self._heads = tuple(heads)
-
-    def rows(self, count: int, *, is_head: bool) -> Rows:
-        """The rows of a module that is given so many."""
-        prompt = self.prompt if is_head else None
-        key = (is_head, count, prompt)
-        found = self._made.get(key)
-        if found is None:
-            found = self._made[key] = self._rows(count, is_head, prompt)
-        return found
-
-    def _rows(self, count: int, is_head: bool, prompt: range | None) -> Rows:
-        slots = self._heads if is_head else self._tokens
-        if prompt is not None:
-            slots = self._tokens[prompt.start : prompt.stop]
-        times = count // len(slots) if slots and not is_head else 1
-        if times > 1:
-            # Attention heads that were folded into the tokens' axis.
-            slots = tuple(slot for slot in slots for _ in range(times))
-        if count != len(slots):
-            raise ServingError(
-                f"a module was given {count} rows, the batch has {len(slots)}; this model or "
-                "setting of vLLM cannot serve variants"
-            )
-        active = tuple(sorted(frozenset(slots) - {BASE_SLOT})) or (0,)
-        return Rows(torch.tensor(slots), active, self._device, planes=self._planes)
 
 
 class Bank:
@@ -166,7 +127,7 @@ class Bank:
         Args:
             keep: numbers whose slots stay theirs.
         """
-        name, values, variant = self._registered[number]
+        _, values, variant = self._registered[number]
         if number in self._slot_of:
             self._slot_of[number] = slot = self._slot_of.pop(number)
             return slot

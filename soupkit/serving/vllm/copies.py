@@ -5,8 +5,8 @@
     unloading: hidden at once, forgotten when its last request has ended
 
 A load touches nothing that generates. The copies of all variants stay within a budget of host
-memory: the least recently asked for that no request has goes first. What failed to load is not tried
-again for a while; its requests are told why, and nobody else notices. All on one event loop.
+memory: the least recently asked for that no request has goes first. What failed to load is not
+tried again for a while; its requests are told why, and nobody else notices. All on one event loop.
 """
 
 import asyncio
@@ -238,8 +238,8 @@ class Copies:
         budget = self.store.budget
         if nbytes > budget:
             raise ServingError(
-                f"variant {ref.name!r} takes {nbytes} bytes of host memory, the budget is {budget}: "
-                "give more with --host-cache-bytes"
+                f"variant {ref.name!r} takes {nbytes} bytes of host memory, the budget is "
+                f"{budget}: give more with --host-cache-bytes"
             )
         key = (ref.name, ref.digest)
 

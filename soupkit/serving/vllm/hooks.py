@@ -18,7 +18,7 @@ logger = logging.getLogger("vllm.soupkit")
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """A private name, what it is used for, and what breaks when it moves or means something else."""
+    """A private name, what it is used for, and what breaks when it moves or means another thing."""
 
     name: str  # "package.module:Class.attribute"
     use: str

@@ -29,7 +29,7 @@ from .store import Store
 logger = logging.getLogger("vllm.soupkit")
 
 
-class FamilyResolver(LoRAResolver):
+class FamilyResolver(LoRAResolver):  # type: ignore[misc]  # vLLM may be absent
     """A name of the family -> its variant, once the engine has it."""
 
     def __init__(self, copies: Copies, told: Settings) -> None:

@@ -94,9 +94,7 @@ def padded(value: Delta | Tensor, rows: int) -> Delta | Tensor:
         scale = F.pad(scale.expand(-1, value.out_features), (0, rows))
     if up is not None:
         up = F.pad(up, (0, 0, 0, rows))
-    return replace(
-        value, out_features=value.out_features + rows, packed=packed, scale=scale, up=up
-    )
+    return replace(value, out_features=value.out_features + rows, packed=packed, scale=scale, up=up)
 
 
 def whole(size: int) -> Part:

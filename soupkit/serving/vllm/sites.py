@@ -12,7 +12,7 @@ changed has no site, and is refused by name (bank.py).
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,25 +25,12 @@ from soupkit_kernels.arena import arena_for
 from soupkit_kernels.slots import Room, form_of
 from soupkit_kernels.triton_support import why_not
 
+from .batch import Batch, HoldsBatch
 from .places import Layout
 
 Value = Delta | Tensor
 # What a variant has in a site: a matrix's delta or whole rows by part, a bias by -1 - part.
 Content = Mapping[int, Value]
-
-
-class Batch(Protocol):
-    """The rows of the forward that runs, or None while all of it is the base's."""
-
-    active: frozenset[int]
-
-    def rows(self, count: int, *, is_head: bool) -> Rows: ...
-
-
-class HoldsBatch(Protocol):
-    """Whoever knows the batch."""
-
-    batch: Batch | None
 
 
 class Site:
@@ -315,7 +302,7 @@ class NormSite(Site):
         super().__init__(bank, slots)
         self._base: Callable[..., Any] = module.forward
         weight = module.weight.detach()
-        self.size = weight.shape[0]
+        self.size = int(weight.shape[0])
         self._weights = weight.expand(slots + 1, -1).clone()  # the first is the base's
         self._plain = copy.copy(module)
         self._plain.pass_weight = self._plain.pass_weight_add = False
@@ -324,7 +311,7 @@ class NormSite(Site):
 
     @property
     def nbytes(self) -> int:
-        return self._weights[1:].nbytes
+        return int(self._weights[1:].nbytes)
 
     def need(self, content: Content) -> None:
         pass

@@ -51,7 +51,7 @@ class Store:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def refresh(self) -> Family:
-        """The family as it is now; as it was, while family.json is unreadable or of another base."""
+        """The family as it is now; as it was while family.json is unreadable or of another base."""
         stamp = self._read_stamp()
         if stamp != self._stamp:
             with contextlib.suppress(BundleError):

@@ -1,4 +1,4 @@
-"""A worker's part: what vLLM's model runner asks of its LoRA manager, answered by a bank of variants.
+"""A worker's part: what vLLM's model runner asks its LoRA manager, answered by a bank of variants.
 
 It takes the place of vLLM's manager in each worker of an engine that serves a family. LoRARequest
 carries a variant: its number, and the path of its checked copy in the store.
@@ -23,11 +23,10 @@ from .model import attach
 from .settings import Settings, settings
 from .store import read_copy
 
-
 logger = logging.getLogger("vllm.soupkit")
 
 
-class VariantManager(LRUCacheWorkerLoRAManager):
+class VariantManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]  # vLLM may be absent
     """Variants of a family instead of LoRA adapters."""
 
     bank: Bank
