@@ -19,6 +19,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -68,9 +70,13 @@ def make_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
 
 
 def make_base(
-    folder: Path, *, kind: str = "llama", tied: bool = True, seed: int = 0, head_dim: int = 10
+    folder: Path, *, kind: str = "llama", tied: bool = True, seed: int = 0, **changes: Any
 ) -> Path:
-    """A random model whose greedy texts are varied, saved with its tokenizer."""
+    """A random model whose greedy texts are varied, saved with its tokenizer.
+
+    Args:
+        kind: "llama", "qwen2" or "qwen3" (with biases). changes: of its config.
+    """
     tokenizer = make_tokenizer()
     settings: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -79,19 +85,21 @@ def make_base(
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": head_dim,
+        "head_dim": 10,
         "max_position_embeddings": CONTEXT,
         "tie_word_embeddings": tied,
         "initializer_range": 0.25,
         "bos_token_id": 0,
         "eos_token_id": 1,
         "pad_token_id": 1,
-    }
+    } | changes
     torch.manual_seed(seed)
     if kind == "llama":
         model = LlamaForCausalLM(LlamaConfig(**settings))
+    elif kind == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**settings))
     else:
-        model = Qwen3ForCausalLM(Qwen3Config(**settings, attention_bias=True))
+        model = Qwen3ForCausalLM(Qwen3Config(**({"attention_bias": True} | settings)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
@@ -139,10 +147,10 @@ def make_family(
     kind: str = "llama",
     tied: bool = True,
     names: Iterable[str] = tuple(VARIANTS),
-    head_dim: int = 10,
+    **changes: Any,
 ) -> Path:
-    """root/base and root/family with the named variants; returns root."""
-    make_base(root / "base", kind=kind, tied=tied, head_dim=head_dim)
+    """root/base and root/family with the named variants; returns root. See `make_base`."""
+    make_base(root / "base", kind=kind, tied=tied, **changes)
     for seed, name in enumerate(names, start=1):
         moved, encoding = VARIANTS[name]
         add_to_family(root, name, moved, encoding=encoding, seed=seed)
