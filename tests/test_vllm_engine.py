@@ -148,9 +148,7 @@ def test_a_name_that_has_another_content_gets_other_blocks(served: Served) -> No
 def check_tokens_of(served: Served, request: Any, name: str) -> None:
     ids = prompts(1)[0]
     (output,) = ask(served.engine, [(request, ids)], 10)
-    assert list(output.outputs[0].token_ids) == greedy(
-        dense(served.root, name), ids, 10, stop=None
-    )
+    assert list(output.outputs[0].token_ids) == greedy(dense(served.root, name), ids, 10, stop=None)
 
 
 def remove(family: Path, name: str) -> None:

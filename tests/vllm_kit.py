@@ -72,7 +72,9 @@ def offline_engine(root: Path, *, slots: int, **settings: Any) -> Iterator[Any]:
 
 def prompts(count: int) -> list[list[int]]:
     """Token ids of texts of different lengths that begin alike."""
-    texts = ["A common beginning, longer than a block of the cache: " + "abc" * n for n in range(count)]
+    texts = [
+        "A common beginning, longer than a block of the cache: " + "abc" * n for n in range(count)
+    ]
     return [TOKENIZER(text)["input_ids"] for text in texts]
 
 

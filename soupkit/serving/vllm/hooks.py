@@ -5,6 +5,7 @@ the table.
 """
 
 import functools
+import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,6 +61,11 @@ HOOKS = (
         "vllm.v1.engine.core:EngineCoreProc._send_error_outputs_to_client",
         "called: the one request that is refused gets an error",
         "that request is never answered",
+    ),
+    Hook(
+        "vllm.v1.engine.llm_engine:LLMEngine.add_request",
+        "wrapped, for vllm.LLM: registers a request's variant before anything knows the request",
+        "vllm.LLM waits for ever for a request whose variant is refused",
     ),
     Hook(
         "vllm.v1.core.sched.scheduler:Scheduler.__init__",
@@ -118,6 +124,7 @@ def install() -> None:
     """Puts the hooks in place, once a process, before an engine is made in it."""
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.worker import lora_model_runner_mixin
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -129,6 +136,7 @@ def install() -> None:
     lora_model_runner_mixin.LRUCacheWorkerLoRAManager = VariantManager
     _wrap_prompts(GPUModelRunner)
     _wrap_engine(EngineCore)
+    _wrap_offline(LLMEngine)
     replace_models(OpenAIServingModels)
 
 
@@ -212,4 +220,19 @@ def _wrap_engine(engine_class: Any) -> None:
         return add_request(self, request, request_wave)
 
     engine_class.add_lora, engine_class.remove_lora = adds_lora, removes_lora
+    engine_class.add_request = adds_request
+
+
+def _wrap_offline(engine_class: Any) -> None:
+    """vllm.LLM's requests: refused with their variant's reason before the engine knows of them."""
+    original = engine_class.add_request
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def adds_request(self: Any, *args: Any, **named: Any) -> Any:
+        wanted = signature.bind(self, *args, **named).arguments.get("lora_request")
+        if wanted is not None:
+            self.engine_core.add_lora(wanted)
+        return original(self, *args, **named)
+
     engine_class.add_request = adds_request
