@@ -3,7 +3,9 @@
 The oracle is transformers on float32 weights W_base + delta, decoded by numpy (delta_kit).
 """
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ import torch
 from serving_kit import add_to_family, dense, greedy, make_base, make_family, make_finetune
 from vllm_kit import HEAD_DIM, NEEDS_VLLM, ask, bank_of, offline_engine, prompts
 
+from soupkit.bundle import open_variant
 from soupkit.checkpoint import open_checkpoint
 from soupkit.errors import ServingError
 from soupkit.export import export_variant
@@ -79,10 +82,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     store.close()
 
 
+NUMBERS: dict[str | None, int] = {}
+
+
+def number_of(name: str | None) -> int:
+    """Of a name's first content; vLLM wants one for each."""
+    return NUMBERS.setdefault(name, len(NUMBERS) + 1)
+
+
 def check_tokens(served: Served, names: list[str | None], count: int = 10) -> None:
     """All names' requests in one batch, each answering as its dense model."""
-    numbers = {name: number for number, name in enumerate(served.store.family.variants, start=1)}
-    requests = {name: served.request(name, numbers.get(name or "", 0)) for name in names}
+    requests = {name: served.request(name, number_of(name)) for name in names}
     jobs = [(name, ids) for ids in prompts(3) for name in names]
     outputs = ask(served.engine, [(requests[name], ids) for name, ids in jobs], count)
     found: dict[Any, list[list[int]]] = {}
@@ -152,8 +162,6 @@ def check_tokens_of(served: Served, request: Any, name: str) -> None:
 
 
 def remove(family: Path, name: str) -> None:
-    import json
-
     document = json.loads((family / "family.json").read_text())
     del document["variants"][name]
     (family / "family.json").write_text(json.dumps(document))
@@ -168,6 +176,9 @@ def test_what_is_no_checked_copy_is_refused_and_the_engine_goes_on(served: Serve
     for path in (folder, served.root / "absent"):
         with pytest.raises(ServingError, match="no checked copy"):
             ask(served.engine, [(LoRARequest("x", 90, str(path)), ids)], 4)
+    # A number that is another content's.
+    with pytest.raises(ServingError, match="give each content a number of its own"):
+        ask(served.engine, [(served.request("matrix", number_of("row")), ids)], 4)
     check_tokens(served, [None, "row"])
 
 
@@ -214,10 +225,6 @@ def test_a_variant_in_use_is_not_removed(served: Served) -> None:
 def test_a_tensor_without_a_place_is_refused_by_name(served: Served) -> None:
     """Another vocabulary; the others are served."""
     bank = bank_of(served.engine)
-    from dataclasses import replace
-
-    from soupkit.bundle import open_variant
-
     variant = open_variant(served.store.copy(served.store.family.variants["raw"])).mapped()
     wide = {"lm_head.weight": torch.zeros(7, 40)}
     with pytest.raises(ServingError, match=r"lm_head\.weight.*another vocabulary"):
@@ -235,15 +242,12 @@ def test_a_tensor_without_a_place_is_refused_by_name(served: Served) -> None:
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_biases_head_norms_and_an_untied_head_act(kind: str, tmp_path: Path) -> None:
     # Qwen2 has biases in q, k and v; Qwen3 norms heads; vLLM's Qwen3 has no biases at all.
-    changes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 2}
-    changes["num_key_value_heads"] = 1
-    if kind == "qwen3":
-        changes = {"head_dim": HEAD_DIM, "attention_bias": False}
-    else:
-        del changes["num_key_value_heads"]
-        changes |= {"num_key_value_heads": 1}
+    changes: dict[str, Any] = {"head_dim": HEAD_DIM, "attention_bias": False}
+    if kind == "qwen2":
+        changes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     make_family(tmp_path, kind=kind, tied=False, **changes)
     store = Store(tmp_path / "family")
+    NUMBERS.clear()
     with offline_engine(tmp_path, slots=3) as engine:
         check_tokens(Served(engine, tmp_path, store), [None, *store.family.variants])
     store.close()

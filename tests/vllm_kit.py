@@ -2,14 +2,23 @@
 
 import gc
 import os
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import httpx
 import pytest
 from serving_kit import TOKENIZER
+
+from soupkit.serving.vllm.command import command
+
+START_SECONDS = 240  # importing vLLM alone takes 20 on two idle cores
 
 # vLLM's attention on CPUs has no kernel for the odd head sizes of other tests.
 HEAD_DIM = 32
@@ -98,3 +107,70 @@ def ask(
             use_tqdm=False,
         )
     )
+
+
+class Server(NamedTuple):
+    """A server in a process of its own."""
+
+    url: str
+    root: Path
+    gates: Path
+    log: Path
+    process: "subprocess.Popen[bytes]"
+
+    def hold(self, name: str) -> None:
+        """Loads of that variant wait for `release`."""
+        (self.gates / f"{name}.hold").touch()
+
+    def release(self, name: str) -> None:
+        (self.gates / f"{name}.hold").unlink()
+
+    def loads(self, name: str) -> int:
+        """So many loads of that variant began."""
+        began = self.gates / f"{name}.began"
+        return len(began.read_text().splitlines()) if began.exists() else 0
+
+
+@contextmanager
+def running_server(root: Path, *, slots: int, **environment: str) -> Iterator[Server]:
+    """`soupkit serve --engine vllm` of root/family, its loads gated, on a free port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    found = command(root / "family", base=root / "base", port=port, max_running=8)
+    arguments = list(found.arguments)
+    arguments[arguments.index("--max-loras") + 1] = str(slots)
+    # One process for engine and worker: two where many share two cores.
+    arguments += ["--max-model-len", "160", "--distributed-executor-backend", "uni"]
+    gates, log = root / "gates", root / "server.log"
+    gates.mkdir()
+    script = Path(__file__).with_name("vllm_runs.py")
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            [sys.executable, str(script), str(gates), *arguments],
+            env={**os.environ, **ENVIRONMENT, **found.environment, **environment},
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+        )
+    server = Server(f"http://127.0.0.1:{port}", root, gates, log, process)
+    try:
+        _wait_until_healthy(server)
+        yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_healthy(server: Server) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        assert server.process.poll() is None, server.log.read_text()[-3000:]
+        assert time.monotonic() < deadline, server.log.read_text()[-3000:]
+        with suppress(httpx.TransportError):
+            if httpx.get(f"{server.url}/health").status_code == 200:
+                return
+        time.sleep(0.1)

@@ -71,6 +71,10 @@ class Bank:
         """Those that are registered."""
         return frozenset(self._registered)
 
+    def digest(self, number: int) -> str:
+        """Of the content of a registered variant."""
+        return self._registered[number][2].digest
+
     @property
     def resident(self) -> dict[int, int]:
         """Number -> slot, least recently used first."""

@@ -50,9 +50,14 @@ class VariantManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]  # vLLM m
     def add_adapter(self, lora_request: LoRARequest) -> bool:
         """Registers a variant, in a slot if one is free. Outside of a step: it may refuse."""
         bank, number = self.bank, lora_request.lora_int_id
+        path = Path(lora_request.lora_path)
         if number not in bank.numbers:
-            variant = read_copy(Path(lora_request.lora_path))
-            bank.register(number, lora_request.lora_name, variant)
+            bank.register(number, lora_request.lora_name, read_copy(path))
+        elif bank.digest(number).rpartition(":")[2] != path.name:
+            raise ServingError(
+                f"number {number} is {bank.digest(number)} here, not {path.name} "
+                f"({lora_request.lora_name!r}): give each content a number of its own"
+            )
         if bank.has_free_slot:
             bank.take(number)
         return True
