@@ -117,6 +117,18 @@ def test_many_that_ask_for_one_variant_wait_for_one_load_and_nobody_else_does(fa
     run(family, story)
 
 
+def test_loads_of_different_variants_at_once_are_not_mixed_up(family: Path) -> None:
+    async def story(copies: Copies, engine: Engine, store: Held) -> None:
+        found = await asyncio.gather(*(copies.take(name) for name in NAMES))
+        for name, request in zip(NAMES, found, strict=True):
+            assert request.lora_name == name
+            assert engine.numbers[request.lora_int_id].digest == store.family.variants[name].digest
+            async with copies.using(request, name) as current:
+                assert current == request
+
+    run(family, story)
+
+
 def test_an_unknown_name_is_no_error_of_the_server(family: Path) -> None:
     async def story(copies: Copies, engine: Engine, store: Held) -> None:
         with pytest.raises(KeyError):

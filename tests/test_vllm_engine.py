@@ -245,6 +245,7 @@ def test_biases_head_norms_and_an_untied_head_act(kind: str, tmp_path: Path) -> 
     changes: dict[str, Any] = {"head_dim": HEAD_DIM, "attention_bias": False}
     if kind == "qwen2":
         changes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+        changes["head_dim"] = HEAD_DIM
     make_family(tmp_path, kind=kind, tied=False, **changes)
     store = Store(tmp_path / "family")
     NUMBERS.clear()

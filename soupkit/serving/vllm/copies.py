@@ -218,8 +218,9 @@ class Copies:
             nbytes = self.store.size(ref)
             await self._make_room(ref, nbytes)
             path = await loop.run_in_executor(self._readers, self.store.copy, ref)
-            self._number += 1
-            request = self._make_request(ref.name, self._number, str(path))
+            # Others take numbers while this one waits.
+            self._number = number = self._number + 1
+            request = self._make_request(ref.name, number, str(path))
             await self._engine.add_lora(request)
         except ServingError:
             raise
@@ -229,7 +230,7 @@ class Copies:
             if not known:
                 logger.exception("variant %r", ref.name)
             raise ServingError(f"variant {ref.name!r} cannot be loaded: {error}") from error
-        copy = self._copies[self._number] = Copy(ref, nbytes, request)
+        copy = self._copies[number] = Copy(ref, nbytes, request)
         logger.info("variant %r: loaded in %.2f s", ref.name, self._clock() - began)
         return copy
 
