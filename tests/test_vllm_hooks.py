@@ -65,3 +65,11 @@ class TestLinears:
 
         for kind in LAYOUTS:
             assert "self.quant_method.apply(self, " in inspect.getsource(kind.forward)
+
+    def test_vllm_warms_up_with_the_path_that_is_looked_for(self) -> None:
+        from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+        from soupkit.serving.vllm.worker import WARM_UP_PATH
+
+        found = inspect.getsource(LoRAModelRunnerMixin.maybe_select_dummy_loras)
+        assert f'lora_path="{WARM_UP_PATH}"' in found

@@ -18,7 +18,7 @@ from serving_kit import TOKENIZER
 
 from soupkit.serving.vllm.command import command
 
-START_SECONDS = 240  # importing vLLM alone takes 20 on two idle cores
+START_SECONDS = 480  # importing vLLM alone takes 20 on two idle cores
 
 # vLLM's attention on CPUs has no kernel for the odd head sizes of other tests.
 HEAD_DIM = 32
@@ -167,10 +167,11 @@ def running_server(root: Path, *, slots: int, **environment: str) -> Iterator[Se
 
 def _wait_until_healthy(server: Server) -> None:
     deadline = time.monotonic() + START_SECONDS
-    while True:
-        assert server.process.poll() is None, server.log.read_text()[-3000:]
-        assert time.monotonic() < deadline, server.log.read_text()[-3000:]
-        with suppress(httpx.TransportError):
-            if httpx.get(f"{server.url}/health").status_code == 200:
-                return
-        time.sleep(0.1)
+    with httpx.Client() as client:
+        while True:
+            assert server.process.poll() is None, server.log.read_text()[-3000:]
+            assert time.monotonic() < deadline, server.log.read_text()[-3000:]
+            with suppress(httpx.TransportError):
+                if client.get(f"{server.url}/health").status_code == 200:
+                    return
+            time.sleep(0.2)

@@ -152,14 +152,25 @@ class Bank:
     def has_free_slot(self) -> bool:
         return len(self._slot_of) < self.slots
 
-    def set_batch(self, tokens: Sequence[int], heads: Sequence[int]) -> None:
+    def set_batch(
+        self,
+        tokens: Sequence[int],
+        heads: Sequence[int],
+        *,
+        warm_up: frozenset[int] = frozenset(),
+    ) -> None:
         """Declares whose rows the next forward computes.
 
         Args:
-            tokens, heads: the number of each token and of each row of logits; 0 and numbers that
-                are not registered (vLLM's warm-up) are the base.
+            tokens, heads: the number of each token and of each row of logits; 0 is the base.
+            warm_up: numbers that are the base too, if they are not registered.
+        Raises:
+            ServingError: another number is not registered; the caller has seen to it that all are.
         """
-        active = frozenset(map(int, tokens)) & self._registered.keys()
+        numbers = frozenset(map(int, tokens))
+        active = numbers & self._registered.keys()
+        if unknown := numbers - active - warm_up - {0}:
+            raise ServingError(f"variants {sorted(unknown)} are not registered in this worker")
         if not active:
             self.batch = None
             return

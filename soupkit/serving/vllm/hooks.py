@@ -34,7 +34,8 @@ HOOKS = (
     ),
     Hook(
         "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin._set_active_loras",
-        "relied on: tells the manager of each step's tokens and rows of logits, by number",
+        "relied on: tells the manager of each step's tokens and rows of logits, by number, and "
+        "warms up with adapters of the path /not/a/real/path",
         "a module is given other rows than the batch has: an error that stops the engine",
     ),
     Hook(

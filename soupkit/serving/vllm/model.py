@@ -30,6 +30,7 @@ from .places import Layout, Part, qkv_parts, split, whole
 from .sites import EmbeddingSite, LinearSite, NormSite, Site
 
 HEAD = "lm_head"
+EXPERTS = ("FusedMoE", "MoERunner")
 
 
 def attach(bank: Bank, model: Any, *, dtype: torch.dtype, ties_head: bool) -> None:
@@ -41,6 +42,7 @@ def attach(bank: Bank, model: Any, *, dtype: torch.dtype, ties_head: bool) -> No
     modules: dict[str, list[Site]] = {}
     refused: dict[str, str] = {}
     embeddings, heads = [], []
+    has_experts = any(type(module).__name__ in EXPERTS for module in model.modules())
     for name, module in model.named_modules():
         kind = type(module)
         if kind is maybe_get_oot_by_class(VocabParallelEmbedding):
@@ -51,6 +53,8 @@ def attach(bank: Bank, model: Any, *, dtype: torch.dtype, ties_head: bool) -> No
             modules[name] = [_head(bank, module, dtype)]
         elif kind is RMSNorm and module.has_weight and module.variance_size_override is None:
             modules[name] = [NormSite(bank, module, bank.slots)]
+        elif kind is ReplicatedLinear and has_experts:
+            refused[name] = "it may be a router, whose weight is read past its module"
         elif kind in LAYOUTS:
             modules[name] = [_linear(bank, module, LAYOUTS[kind](module), dtype)]
         elif any(True for _ in module.parameters(recurse=False)):

@@ -25,6 +25,9 @@ from .store import read_copy
 
 logger = logging.getLogger("vllm.soupkit")
 
+# Of the adapters that vLLM warms up with; `_set_active_loras` hands them on like any.
+WARM_UP_PATH = "/not/a/real/path"
+
 
 class VariantManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]  # vLLM may be absent
     """Variants of a family instead of LoRA adapters."""
@@ -67,7 +70,7 @@ class VariantManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]  # vLLM m
         return self.bank.drop(adapter_id)
 
     def remove_all_adapters(self) -> None:
-        """Forgets all."""
+        """Forgets all; vLLM does so after its warm-up, when there is none yet."""
         for number in self.bank.numbers:
             self.bank.drop(number)
 
@@ -83,7 +86,8 @@ class VariantManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]  # vLLM m
     def set_active_adapters(self, requests: set[Any], mapping: Any | None) -> None:
         """Once a step: whose rows the forward computes. All are registered, so nothing can fail."""
         if mapping is not None:
-            self.bank.set_batch(mapping.index_mapping, mapping.prompt_mapping)
+            warm_up = frozenset(r.lora_int_id for r in requests if r.lora_path == WARM_UP_PATH)
+            self.bank.set_batch(mapping.index_mapping, mapping.prompt_mapping, warm_up=warm_up)
 
     # Warm-up runs as the base: what variants add to a module is not compiled or captured.
     def add_dummy_lora(self, lora_request: LoRARequest, rank: int) -> bool:
