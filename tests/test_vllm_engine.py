@@ -252,3 +252,16 @@ def test_biases_head_norms_and_an_untied_head_act(kind: str, tmp_path: Path) -> 
     with offline_engine(tmp_path, slots=3) as engine:
         check_tokens(Served(engine, tmp_path, store), [None, *store.family.variants])
     store.close()
+
+
+def test_two_ranks_that_share_the_model_answer_as_one(tmp_path: Path) -> None:
+    """Each holds its rows or columns of a variant (26 of 52 columns begin inside a byte), and both
+    a copy of the one key/value head.
+    """
+    make_family(tmp_path, head_dim=HEAD_DIM, num_key_value_heads=1)
+    store = Store(tmp_path / "family")
+    NUMBERS.clear()
+    settings = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with offline_engine(tmp_path, slots=3, **settings) as engine:
+        check_tokens(Served(engine, tmp_path, store), [None, *store.family.variants])
+    store.close()

@@ -224,9 +224,12 @@ Check = Callable[[], None]
 def test_routes_that_change_what_is_served_are_closed_unless_they_are_opened(
     tmp_path: Path,
 ) -> None:
-    """And a variant that is pinned is there from the start, and the key is asked for."""
+    """And a variant that is pinned is there from the start, and a key is asked for."""
     root = make_family(tmp_path, names=("linear",), head_dim=HEAD_DIM)
-    with running_server(root, slots=1, SOUPKIT_PIN="linear", VLLM_API_KEY="secret") as running:
+    settings = {"SOUPKIT_PIN": "linear", "VLLM_API_KEY": "secret"}
+    # With a worker in a process of its own, as on GPUs.
+    settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    with running_server(root, slots=1, **settings) as running:
         assert running.loads("linear") == 1
         key = {"Authorization": "Bearer secret"}
         body = {"lora_name": "linear", "lora_path": "linear"}

@@ -140,8 +140,9 @@ def running_server(root: Path, *, slots: int, **environment: str) -> Iterator[Se
     found = command(root / "family", base=root / "base", port=port, max_running=8)
     arguments = list(found.arguments)
     arguments[arguments.index("--max-loras") + 1] = str(slots)
-    # One process for engine and worker: two where many share two cores.
+    # Without these two, vLLM gives the worker a process of its own, which has to import vLLM too.
     arguments += ["--max-model-len", "160", "--distributed-executor-backend", "uni"]
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | environment
     gates, log = root / "gates", root / "server.log"
     gates.mkdir()
     script = Path(__file__).with_name("vllm_runs.py")
