@@ -35,9 +35,16 @@ class Engine:
         self.numbers: dict[int, Any] = {}
         self.aborted: list[str] = []
         self.refuses = False
+        self.adding = 0
+        # Where these are there, adding and removing wait for them.
+        self.adds: asyncio.Event | None = None
+        self.removes: asyncio.Event | None = None
 
     async def add_lora(self, lora_request: Any) -> bool:
         await asyncio.sleep(0)
+        self.adding += 1
+        if self.adds is not None:
+            await self.adds.wait()
         if self.refuses:
             raise RuntimeError("Call to add_lora method failed: no place")
         self.numbers[lora_request.lora_int_id] = read_copy(Path(lora_request.lora_path))
@@ -45,6 +52,8 @@ class Engine:
 
     async def remove_lora(self, lora_id: int) -> bool:
         await asyncio.sleep(0)
+        if self.removes is not None:
+            await self.removes.wait()
         del self.numbers[lora_id]
         return True
 
@@ -277,6 +286,22 @@ def test_another_content_of_a_name_takes_its_place_and_open_requests_keep_theirs
         assert [path.name for path in store.folder.iterdir()] == [Path(new.lora_path).name]
 
     run(root / "family", story)
+
+
+def test_a_variant_that_is_asked_for_while_it_leaves_keeps_its_copy(family: Path) -> None:
+    async def story(copies: Copies, engine: Engine, store: Held) -> None:
+        old = await copies.take("linear")
+        copies._let_go(copies._copies[old.lora_int_id])
+        engine.adds, engine.removes = asyncio.Event(), asyncio.Event()
+        again = asyncio.create_task(copies.take("linear"))
+        # It has found the copy that is there, and has not been mapped by the engine.
+        await until(lambda: engine.adding == 2)
+        engine.removes.set()
+        await until(lambda: not copies._copies)
+        engine.adds.set()
+        assert (await again).lora_int_id in engine.numbers
+
+    run(family, story)
 
 
 def test_the_budget_of_host_memory_holds_and_what_is_in_use_or_pinned_stays(family: Path) -> None:

@@ -12,7 +12,7 @@ tried again for a while; its requests are told why, and nobody else notices. All
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -225,7 +225,7 @@ class Copies:
         except ServingError:
             raise
         except Exception as error:
-            self._drop(ref)
+            self._drop(ref, unless=self._loads.keys() - {(ref.name, ref.digest)})
             known = isinstance(error, BundleError | OSError)
             if not known:
                 logger.exception("variant %r", ref.name)
@@ -291,13 +291,13 @@ class Copies:
         except Exception as error:  # noqa: BLE001 - a dead engine cannot be told, and says so itself
             logger.error("variant %r cannot be removed: %s", copy.ref.name, error)
         self._copies.pop(number, None)
-        self._drop(copy.ref)
+        self._drop(copy.ref, unless=self._loads.keys())
         await self._tell()
 
-    def _drop(self, ref: VariantRef) -> None:
-        """Removes the copy of a content that no other name has."""
+    def _drop(self, ref: VariantRef, *, unless: Set[Key]) -> None:
+        """Removes the copy of a content that nobody has, nor one of these loads will."""
         used = {copy.ref.digest for copy in self._copies.values()}
-        used |= {digest for name, digest in self._loads if name != ref.name}
+        used |= {digest for _, digest in unless}
         if ref.digest not in used:
             self.store.drop(ref.digest)
 
