@@ -36,6 +36,8 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
+    # What it found out of models, in a process that imports all of it.
+    "VLLM_CACHE_ROOT": str(Path(sys.prefix) / "cache" / "vllm"),
     # vLLM compiles some of its sampling with the C++ compiler when it is first used: minutes.
     "TORCHDYNAMO_DISABLE": "1",
 }
