@@ -144,20 +144,27 @@ def test_launched_processes_without_a_group_are_refused(monkeypatch):
 @given(
     step=st.integers(0, 10**7),
     score=st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    parts=st.lists(st.floats(allow_nan=False, allow_infinity=False)).map(tuple),
 )
-def test_a_state_comes_back_as_it_was(step, score):
+def test_a_state_comes_back_as_it_was(step, score, parts):
     state = SoupState(
         step=step,
         base=BaseRecord(None, "main", "sha256:1"),
         weights="x",
         dtypes="bfloat16 + float32",
-        partner=Partner(step, score),
+        partner=Partner(step, score, parts=parts),
         metric_seen=True,
         refused_in_a_row=2,
         history=({"step": 1, "accepted": True},),
     )
     text = json.dumps(state.to_json(), allow_nan=False)
     assert SoupState.from_json(json.loads(text)) == state
+
+
+def test_a_state_from_before_scores_had_parts_is_read():
+    value = state_at(5, partner=3).to_json()
+    del value["partner"]["parts"]
+    assert SoupState.from_json(value) == state_at(5, partner=3)
 
 
 def test_the_newest_state_at_or_before_a_step_is_used(tmp_path):
