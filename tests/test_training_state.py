@@ -265,6 +265,22 @@ def test_the_base_is_the_folder_the_model_came_from_or_its_step_0_weights(tmp_pa
     assert (tmp_path / "bf16" / "soup" / "base").exists()
 
 
+def test_weights_that_are_not_those_of_the_named_base_are_told(tmp_path, capfd):
+    base = saved_base(tmp_path / "base")
+    run(load(base), tmp_path / "same", steps=0, base=base).finish()
+    assert "differ" not in capfd.readouterr().err
+    rounded = load(base, dtype=torch.bfloat16)
+    run(rounded, tmp_path / "rounded", steps=0, base=base).finish()
+    pairs = [
+        (value.double(), weights_of(rounded)[name].double())
+        for name, value in weights_of(load(base)).items()
+    ]
+    squares = [sum(float((a - b).square().sum()) for a, b in pairs)]
+    squares.append(sum(float(a.square().sum()) for a, _ in pairs))
+    said = f"differ by {(squares[0] / squares[1]) ** 0.5:.2%} of their norm"
+    assert said in capfd.readouterr().err
+
+
 def test_a_folder_that_another_living_run_uses_is_refused(tmp_path):
     """They would merge with each other's captured weights."""
     base = saved_base(tmp_path / "base")
