@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from soupkit.adapter_folder import AdapterInfo, ModuleInfo
+from soupkit.adapter_folder import AdapterInfo, Module, ModuleInfo
 from soupkit.checkpoint import Checkpoint, open_checkpoint
-from soupkit.errors import CheckpointError, PoolError
+from soupkit.errors import CheckpointError, MergeError, PoolError
 from soupkit.pool_manifest import Manifest, PoolBase
 
 
@@ -63,24 +63,55 @@ def check_same_base(manifest: Manifest, base: PoolBase, name: str) -> None:
 
 def _is_one_folder(base: PoolBase, ours: PoolBase) -> bool:
     """Whether both name one folder here, one from where we are and the other from the root, say."""
-    folders = [Path(one.name).expanduser() for one in (base, ours)]
-    if base.revision != ours.revision or not all(folder.is_dir() for folder in folders):
+    first, second = _folder(base.name), _folder(ours.name)
+    if base.revision != ours.revision or first is None or second is None:
         return False
-    return folders[0].samefile(folders[1])
+    return first.samefile(second)
+
+
+def _folder(name: str) -> Path | None:
+    """The folder here of that name; a name may be any text."""
+    try:
+        folder = Path(name).expanduser()
+        return folder if folder.is_dir() else None
+    except (OSError, ValueError, RuntimeError):  # too long, a zero byte, a user unknown here
+        return None
 
 
 def _told(base: PoolBase) -> str:
     return base.name if base.revision is None else f"{base.name} at {base.revision}"
 
 
+def check_range(info: AdapterInfo, modules: Mapping[str, Module]) -> None:
+    """Raise MergeError where an adapter's deltas are beyond float32, in which they are merged and
+    served: one of huge lora_alpha would spoil a slot for all.
+    """
+    for name, module in modules.items():
+        scaled = module.pair.b.float() * module.pair.scale
+        if not (scaled.isfinite().all() and module.pair.a.float().isfinite().all()):
+            raise MergeError(
+                f"{info.path}: the delta of {name} is beyond the range of float32: correct its "
+                "lora_alpha, or train it anew"
+            )
+
+
 def check_modules(info: AdapterInfo, held: Iterable[AdapterInfo]) -> None:
     """Check an adapter against those of the pool, by their headers.
 
     Raises:
-        PoolError: a module has another kind or shape there, or bare parameters are numbered
-            otherwise.
+        PoolError: a module has another kind, shape or number of experts there, or bare parameters
+            are numbered otherwise.
     """
+    counts = _experts(info)
     for other in held:
+        theirs_of = _experts(other)
+        for name in counts.keys() & theirs_of.keys():
+            if counts[name] != theirs_of[name]:
+                raise PoolError(
+                    f"{info.path}: {name} has {counts[name]} experts, in the pool "
+                    f"{theirs_of[name]} (0: it is adapted as a module): it is an adapter of "
+                    "another base"
+                )
         for name in info.modules.keys() & other.modules.keys():
             ours, theirs = info.modules[name], other.modules[name]
             if (ours.kind, ours.shape, ours.kernel) != (theirs.kind, theirs.shape, theirs.kernel):
@@ -96,14 +127,24 @@ def check_modules(info: AdapterInfo, held: Iterable[AdapterInfo]) -> None:
             )
 
 
+def _experts(info: AdapterInfo) -> dict[str, int]:
+    """How many experts each bare parameter has, 0 for a module, by the name it is stored under."""
+    found: dict[str, int] = {}
+    for name, module in info.modules.items():
+        is_expert = module.kind == "expert"
+        stored = name.rpartition("[")[0] if is_expert else name
+        found[stored] = found.get(stored, 0) + is_expert
+    return found
+
+
 def check_against_base(info: AdapterInfo) -> None:
     """Check the modules against the base's weights, where its name is a folder here.
 
     Raises:
         PoolError: the base has no such module, or its weight another shape.
     """
-    folder = Path(info.base or "").expanduser()
-    if not (folder / "config.json").is_file():
+    folder = _folder(info.base) if info.base else None
+    if folder is None or not (folder / "config.json").is_file():
         return
     try:
         base = open_checkpoint(folder)
