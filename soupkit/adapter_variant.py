@@ -4,7 +4,8 @@
 
 Linear layers and embeddings, each by itself: PEFT computes the delta of an embedding beside the
 weight, so a head that the base ties to it does not change. What else an adapter may hold
-(convolutions, single experts) is refused by name. Not here: files of a bundle, and whether the base has the modules.
+(convolutions, single experts) is refused by name. Not here: files of a bundle, and whether the base
+has the modules.
 """
 
 from soupkit.adapter_folder import AdapterFolder, AdapterInfo, ModuleInfo

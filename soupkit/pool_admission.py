@@ -2,9 +2,10 @@
 base has.
 
 Bases are compared by the name that the adapters' configs give, and by the folder where that is one
-here; then a module's shape is compared with it, and a module is refused whose last name no
-parameter of the base has; modules may be named otherwise there than in the running model, so no
-more is asked. And whether a pool may take another rule. Not here: values.
+here, or a hub's model of which there is a copy. Then a module's shape is compared with it, and a
+module is refused whose last name no parameter of the base has; modules may be named otherwise there
+than in the running model, so no more is asked. And whether a pool may take another rule. Not here:
+values.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from soupkit.adapter_folder import AdapterInfo, Module, ModuleInfo
-from soupkit.checkpoint import Checkpoint, open_checkpoint
-from soupkit.errors import CheckpointError, MergeError, PoolError
+from soupkit.checkpoint import Checkpoint, checkpoint_fingerprint, open_checkpoint
+from soupkit.errors import CheckpointError, MergeError, PoolError, SoupkitError
 from soupkit.pool_manifest import Manifest, PoolBase
 
 
@@ -59,6 +60,38 @@ def check_same_base(manifest: Manifest, base: PoolBase, name: str) -> None:
             f"{name} is an adapter of {_told(base)}, the pool of {_told(ours)}: give it a pool of "
             "its own"
         )
+
+
+def is_of_base(base: PoolBase, opened: Checkpoint, *, name: str, fingerprint: str) -> bool | None:
+    """Whether adapters of `base` are of a checkpoint that is here; None: nothing here tells.
+
+    Args:
+        name: that the checkpoint has beside its own. fingerprint: of its weights.
+    """
+    if base.name in (name, opened.source):
+        return True
+    folder = _base_folder(base)
+    if folder is None:
+        return None
+    try:
+        return folder.samefile(opened.path) or (
+            checkpoint_fingerprint(open_checkpoint(folder)) == fingerprint
+        )
+    except (SoupkitError, OSError):
+        return None
+
+
+def _base_folder(base: PoolBase) -> Path | None:
+    """The folder here with that base's weights: its name, or the copy of a hub's model."""
+    if (folder := _folder(base.name)) is not None:
+        return folder
+    from huggingface_hub import try_to_load_from_cache  # which fetches nothing
+
+    try:
+        found = try_to_load_from_cache(base.name, "config.json", revision=base.revision)
+    except (OSError, ValueError):  # no name that a hub has
+        return None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _is_one_folder(base: PoolBase, ours: PoolBase) -> bool:
@@ -143,7 +176,7 @@ def check_against_base(info: AdapterInfo) -> None:
     Raises:
         PoolError: the base has no such module, or its weight another shape.
     """
-    folder = _folder(info.base) if info.base else None
+    folder = _base_folder(base_of(info))
     if folder is None or not (folder / "config.json").is_file():
         return
     try:

@@ -382,9 +382,10 @@ def test_readers_and_writers_at_once(tmp_path):
 # ---- bad input: one line, and the pool as it was ----
 
 
-def edit_config(folder: Path, **fields) -> None:
+def edit_config(folder: Path, **fields) -> Path:
     path = folder / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    return folder
 
 
 def edit_tensors(folder: Path, change) -> None:
@@ -477,6 +478,25 @@ def test_modules_and_shapes_are_compared_with_a_base_that_is_here(tmp_path, base
     with pytest.raises(PoolError, match=r"up_proj changes a weight \(25, 44\).*\(44, 24\)"):
         pool.add(made("other", {"model.layers.0.mlp.up_proj": (25, 44)} | good))
     assert snapshot(tmp_path / "pool") == before
+
+
+def test_a_hub_base_is_looked_at_where_there_is_a_copy(tmp_path, base_folder, monkeypatch):
+    copy = tmp_path / "hub" / "models--org--model" / "snapshots" / "abc"
+    shutil.copytree(base_folder, copy)
+    refs = copy.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    pool = make_pool(tmp_path / "pool")
+    source = make_adapter(tmp_path / "t1", 1, base="org/model")
+    before = snapshot(tmp_path / "pool")
+    with pytest.raises(PoolError, match=r"its module m\.\w is unknown: .*abc has no parameter"):
+        pool.add(source)
+    assert snapshot(tmp_path / "pool") == before
+    # Another revision, or model, is not here.
+    for number, fields in enumerate(({"revision": "v2"}, {"base_model_name_or_path": "org/m"})):
+        other = AdapterPool.create(tmp_path / f"pool{number}", PoolRule(HUGE))
+        other.add(edit_config(shutil.copytree(source, tmp_path / f"other{number}"), **fields))
 
 
 def test_bare_parameters_that_are_numbered_otherwise_are_refused(tmp_path):
@@ -728,9 +748,7 @@ def test_another_number_of_experts_is_another_base(tmp_path):
         pool = make_pool(tmp_path / f"pool{first}{other}", slots=1)
         pool.add(made(f"a{first}{other}", first))
         before = snapshot(pool.folder)
-        with pytest.raises(
-            PoolError, match=f"has {other} experts, in the pool {first}"
-        ):
+        with pytest.raises(PoolError, match=f"has {other} experts, in the pool {first}"):
             pool.add(made(f"b{first}{other}", other))
         assert snapshot(pool.folder) == before
     pair = Pair(torch.ones(2, 5), torch.ones(4, 2), 1.0)

@@ -7,8 +7,8 @@ packed deltas from an arena of slots in each of them, any other token-wise leaf 
 row's own vectors, or by running it per variant on that variant's rows. The slots of a batch are one
 object that the engine sets before each forward.
 
-Tied parameters are one parameter: a delta of the embedding acts in a tied lm_head too, a LoRA's does
-not. What cannot act per token is refused by name when the variant is loaded; nothing is left out
+Tied parameters are one parameter: a delta of the embedding acts in a tied lm_head too, but for a
+LoRA's. What cannot act per token is refused by name when the variant is loaded; nothing is left out
 silently. Not here: which variants are resident (cache.py), ranks of one model (parallel.py).
 """
 
@@ -27,14 +27,7 @@ from soupkit_kernels.triton_support import why_not
 
 from .parallel import check_place, cut
 from .parallel import local as local_part
-from .patches import (
-    BASE_SLOT,
-    Batch,
-    EmbeddingPatch,
-    LinearPatch,
-    Patch,
-    Rows,
-)
+from .patches import BASE_SLOT, Batch, EmbeddingPatch, LinearPatch, Patch, Rows
 from .probe import token_wise
 from .shape import ModuleShape, SlotShape, WholeSpec
 
