@@ -126,6 +126,12 @@ def owner_of(module: str) -> str:
     return module
 
 
+def is_module_name(name: str) -> bool:
+    """Whether a module may have this name; experts have numbers of ours, "up[3]", behind theirs."""
+    has_parts = all(name.split(".")) and not name.endswith("]")
+    return has_parts and ".lora_" not in name and canonical_name(name) == name
+
+
 def units_of(config: AdapterConfig, specs: Mapping[str, TensorSpec]) -> tuple[Unit, ...]:
     """The adapted modules of a file with these tensors, sorted by name.
 
@@ -148,6 +154,10 @@ def units_of(config: AdapterConfig, specs: Mapping[str, TensorSpec]) -> tuple[Un
         if side in sides:
             raise ValueError(f"{sides[side]} and {stored} are one tensor's two names: remove one")
         sides[side] = stored
+    for module, is_embedding in parts:
+        if not is_module_name(module):
+            stored = next(iter(parts[module, is_embedding].values()))
+            raise ValueError(f"{stored!r} names no module that a base can have: save it anew")
     if not parts:
         raise ValueError("holds no tensor: an empty adapter cannot be merged; train it first")
     for module, is_embedding in parts:

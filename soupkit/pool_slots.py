@@ -87,7 +87,7 @@ def open_slot(pool: Path, entry: SlotEntry) -> AdapterFolder:
     try:
         return open_adapter(pool / SLOTS_NAME / entry.folder)
     except CheckpointError as error:
-        raise _damaged(entry, error) from error
+        raise damaged(entry, error) from error
 
 
 def check_slot(entry: SlotEntry, slot: AdapterFolder) -> None:
@@ -95,12 +95,13 @@ def check_slot(entry: SlotEntry, slot: AdapterFolder) -> None:
     try:
         digest = slot.info.digest()
     except CheckpointError as error:
-        raise _damaged(entry, error) from error
+        raise damaged(entry, error) from error
     if digest != entry.digest:
-        raise _damaged(entry, f"{slot.info.path} is not what was written there")
+        raise damaged(entry, f"{slot.info.path} is not what was written there")
 
 
-def _damaged(entry: SlotEntry, error: object) -> PoolError:
+def damaged(entry: SlotEntry, error: object) -> PoolError:
+    """The error that a slot's files are not what pool.json says."""
     return PoolError(
         f"slot {entry.number} is damaged: {error}; remove its tasks ({', '.join(entry.tasks)}) and "
         "add them again"

@@ -20,6 +20,7 @@ LAYER = {
     "allocate": 1, "candidates": 1, "workers": 1, "window": 1, "alike": 1, "lora_kinds": 1,
     "kmerge": 1, "slot_merge": 1, "placement": 1,
     "pool": 2, "pool_manifest": 2, "pool_admission": 2, "pool_slots": 2, "pool_place": 2,
+    "pool_folders": 2,
     "checkpoint": 2, "files": 2, "bundle": 2, "adapters": 2, "export": 2, "restore": 2,
     "offline": 2, "verify": 2, "tracking": 2, "tensorfile": 2, "fingerprint": 2, "companions": 2,
     "shards": 2, "manifest": 2, "blocks": 2, "family": 2, "family_write": 2, "describe": 2,

@@ -46,10 +46,15 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def default_cache_bytes(device: torch.device, slot_bytes: int, num_variants: int) -> int:
-    """Slots for all variants and some that training may add, but half of what is free at most."""
+def default_cache_bytes(
+    device: torch.device, slot_bytes: int, num_variants: int, *, largest: int = 0
+) -> int:
+    """Slots for all variants and some that training may add, or two of `largest` bytes if that is
+    more, but half of what is free at most.
+    """
     num_slots = num_variants + max(2, num_variants // 4)
-    return max(1, min(num_slots * slot_bytes, free_bytes(device) // 2))
+    wanted = max(num_slots * slot_bytes, 2 * largest)
+    return max(1, min(wanted, free_bytes(device) // 2))
 
 
 def plan_kv(model: Any, *, max_running: int, cache_bytes: int) -> KVPlan:

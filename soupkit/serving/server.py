@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,7 +26,7 @@ from .memory import default_cache_bytes, plan_kv
 from .pretrained import load_model
 from .service import Service
 from .shelf import Shelf
-from .slots import slot_shape
+from .slots import check_manifest, slot_shape
 from .states import Limits
 
 logger = logging.getLogger(__name__)
@@ -139,20 +140,35 @@ def build_service(
         known = ", ".join(catalog.variants) or "none"
         raise ServingError(f"--pin {unknown[0]}: there is no such variant, only {known}")
     checkpoint = open_base(catalog.family, base)
+    if shelf is not None:
+        shelf.serve_with(checkpoint, catalog.family.base)
     # On CPUs float32 is exact and rarely slower; on GPUs what the base was stored in.
     default = torch.float32 if target.type == "cpu" else checkpoint.main_dtype
     model = load_model(checkpoint.path, device=target, dtype=_dtype(dtype, default))
     running = max_running or DEFAULT_MAX_RUNNING.get(target.type, DEFAULT_MAX_RUNNING["cpu"])
     queue = max_queue or DEFAULT_MAX_QUEUE
     bank = bank_of(model)
+    coming = [] if shelf is None else shelf.to_come(catalog.family.base.fingerprint)
+    needed = slot_shape(bank, coming).nbytes
     if cache_bytes is None:
         manifests = catalog.manifests().values()
         # Of a family without variants yet: slots of an eighth of the base.
         slot_bytes = slot_shape(bank, manifests).nbytes or int(model.get_memory_footprint()) // 8
-        cache_bytes = default_cache_bytes(model.device, slot_bytes, len(manifests))
+        cache_bytes = default_cache_bytes(
+            model.device, slot_bytes, len(manifests) + len(coming), largest=needed
+        )
     plan = plan_kv(model, max_running=running, cache_bytes=cache_bytes)
     engine = Engine(model, max_running=running, plan=plan, bank=bank)
     _check_room(catalog, engine, cache_bytes)
+    if shelf is not None:
+        shelf.check_by(partial(check_manifest, bank, cache_bytes=cache_bytes))
+    if needed > cache_bytes:
+        logger.warning(
+            "adapters that are still to come may need a cache of %d bytes, it has %d: raise "
+            "--cache-bytes, or give the pool a smaller --rank",
+            needed,
+            cache_bytes,
+        )
     return Service(
         catalog,
         checkpoint,
