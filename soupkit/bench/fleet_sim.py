@@ -65,16 +65,17 @@ class Clock:
             act()
 
 
-@dataclass(slots=True)
 class Line:
-    """A disk or a link: one transfer after the other."""
+    """A disk or a link: so many transfers at a time, each at full speed, the others in turn."""
 
-    free_at: float = 0.0
+    def __init__(self, width: int = 1) -> None:
+        self._free_at = [0.0] * width
 
     def take(self, now: float, seconds: float) -> float:
         """When a transfer that is asked for now is over."""
-        self.free_at = max(self.free_at, now) + seconds
-        return self.free_at
+        done = max(self._free_at[0], now) + seconds
+        heapq.heapreplace(self._free_at, done)
+        return done
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +164,7 @@ class SimReplica:
     def load(self, digest: str) -> None:
         sizes, now = self._sizes, self._clock.now
         done = self._disk.take(now, self._costs.load(sizes.file_bytes))
-        told = partial(
-            self.router.loaded, digest, sizes.file_bytes, slot_bytes=sizes.slot_bytes
-        )
+        told = partial(self.router.loaded, digest, sizes.file_bytes, slot_bytes=sizes.slot_bytes)
         self._later(done - now, told)
 
     def drop(self, digest: str) -> None:
