@@ -19,6 +19,7 @@ LAYER = {
     "encoding": 1, "signs": 1, "refit": 1, "gram": 1, "checks": 1, "forms": 1, "paired": 1,
     "allocate": 1, "candidates": 1, "workers": 1, "window": 1, "alike": 1, "lora_kinds": 1,
     "kmerge": 1, "slot_merge": 1, "placement": 1,
+    "headroom": 1, "node": 1, "node_times": 1, "node_plan": 1, "design_figures": 1,
     "pool": 2, "pool_manifest": 2, "pool_admission": 2, "pool_slots": 2, "pool_place": 2,
     "pool_folders": 2,
     "checkpoint": 2, "files": 2, "bundle": 2, "adapters": 2, "export": 2, "restore": 2,
@@ -51,7 +52,7 @@ ONLY_IN = {
     "deepspeed": {"soupkit/bench/strategy.py"},
     "matplotlib": {"soupkit/report_page.py", "soupkit/tracking.py"},
     "fastapi": {"soupkit/serving/app.py"},
-    "uvicorn": {"soupkit/serving/server.py"},
+    "uvicorn": {"soupkit/serving/listening.py"},
     "prometheus_client": {"soupkit/serving/metrics.py"},
     "triton": {
         "kernels/soupkit_kernels/triton_linear.py",

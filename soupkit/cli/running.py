@@ -23,6 +23,7 @@ class Bench(str, Enum):
     load = "load"
     cache = "cache"
     pool = "pool"
+    fleet = "fleet"
 
 
 @command
@@ -95,7 +96,8 @@ def serve(
 def bench(
     what: Annotated[Bench, typer.Argument(help="What to measure.")],
     family: Annotated[
-        Path | None, typer.Argument(help="The family to serve, for `serve` and `load`.")
+        Path | None,
+        typer.Argument(help="The family to serve, for `serve` and `load`, and to check `fleet`."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and repetitions.")] = False,
     check: Annotated[
@@ -120,8 +122,8 @@ def bench(
     """
     from soupkit.bench.rows import document, show
 
-    if (family is None) == (what in (Bench.serve, Bench.load)):
-        raise ValueError("give a family to `bench serve` and `bench load`, and to no other")
+    if what is not Bench.fleet and (family is None) == (what in (Bench.serve, Bench.load)):
+        raise ValueError("give a family to `bench serve`, `load` and `fleet`, and to no other")
     if check:
         if what is not Bench.kernel or quick:
             raise ValueError("give --check to `bench kernel`, and without --quick")
@@ -133,7 +135,8 @@ def bench(
     if as_json:
         print_json(document(what.value, rows, model))
         return
-    show(what.value, rows)
+    if rows:
+        show(what.value, rows)
     if model:
         show(what.value, model, title="A model, not a measurement: there is no GPU here")
 
@@ -144,10 +147,13 @@ def _measure(
     """Rows that were measured, and rows of a model."""
     import importlib
 
-    module = importlib.import_module(f"soupkit.bench.{what.value}")
+    checked = "_check" if what is Bench.fleet and family is not None else ""
+    module = importlib.import_module(f"soupkit.bench.{what.value}{checked}")
+    if what is Bench.fleet and family is None:
+        return [], module.run(quick=quick)
     if what is Bench.kernel:
         return module.run(quick=quick), module.model(quick=quick)
-    if what in (Bench.serve, Bench.load):
+    if family is not None:
         return module.run(quick=quick, family=family), []
     if what in (Bench.cache, Bench.pool):
         return module.run(quick=quick), []

@@ -199,9 +199,11 @@ class Residency:
 
     def _drain(self, count: int) -> None:
         """Makes the least valued of the residents that are in use drain."""
+        if count <= 0:
+            return
         pinned = self.cache.pinned
         used = [d for d in self._in(Phase.RESIDENT) if d not in pinned]
-        for digest in sorted(used, key=self.cache.value)[: max(0, count)]:
+        for digest in sorted(used, key=self.cache.value)[:count]:
             self._enter(digest, Phase.DRAINING)
 
     def _load(self) -> None:

@@ -77,6 +77,10 @@ class Router:
         """Whether it is a variant of the family, or one that left it and is not gone yet."""
         return digest in self._variants
 
+    def phases(self) -> dict[str, Phase]:
+        """Of the variants that are anywhere but on disk, or waited for."""
+        return self._residency.phases()
+
     def stats(self) -> dict[str, VariantStats]:
         """Every variant of the family, and those that left it but are not gone yet."""
         return {digest: self._stats(digest) for digest in self._variants}

@@ -1,27 +1,21 @@
-"""The server process: family, base, engine and service put together behind uvicorn, until a
-signal.
-"""
+"""The server process: family, base, engine and service put together, until a signal."""
 
-import asyncio
 import logging
-import socket
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import torch
-import uvicorn
 
 from soupkit.errors import ServingError
 from soupkit.family import open_base
+from soupkit.headroom import MAX_RUNNING
 
 from .app import create_app
 from .catalog import Catalog
 from .engine import Engine, bank_of
+from .listening import Server, check_address, read_keys
 from .memory import default_cache_bytes, plan_kv
 from .pretrained import load_model
 from .service import Service
@@ -33,53 +27,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_QUEUE = 512
 DEFAULT_MAX_WAIT_SECONDS = 300.0
-DEFAULT_MAX_RUNNING = {"cpu": 16, "cuda": 128}
-# How long a stop waits for open requests; after the last ones their connections are cut.
-DRAIN_SECONDS = 25
-LAST_SECONDS = 5
-
-
-class Server(uvicorn.Server):
-    """uvicorn that says when it is ready, and stops being ready as soon as it is told to stop."""
-
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
-        super().__init__(config)
-        self._service = service
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port it listens on, once started."""
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        return str(host), int(port)
-
-    async def startup(self, sockets: Any = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            for server in self.servers:
-                for listener in server.sockets:
-                    # Of connections too: those whose other end has gone do not stay for ever.
-                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            host, port = self.address
-            names = ", ".join(self._service.names())
-            sys.stderr.write(f"soupkit serves {names} on http://{host}:{port}\n")
-            sys.stderr.flush()
-
-    async def shutdown(self, sockets: Any = None) -> None:
-        """As uvicorn's, but those that would be cut are told before."""
-        self._service.draining = True
-        ending = asyncio.create_task(self._end_late())
-        try:
-            await super().shutdown(sockets)
-        finally:
-            ending.cancel()
-
-    async def _end_late(self) -> None:
-        await asyncio.sleep(DRAIN_SECONDS)
-        self._service.end_open()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._service.draining = True
-        super().handle_exit(sig, frame)
 
 
 def make_server(
@@ -91,16 +38,8 @@ def make_server(
     admin_keys: Sequence[str] = (),
 ) -> Server:
     """A server for `service` that is not running yet; keys as in `create_app`."""
-    config = uvicorn.Config(
-        create_app(service, keys=keys, admin_keys=admin_keys),
-        host=host,
-        port=port,
-        http="h11",  # bounds a header
-        log_level="warning",
-        lifespan="on",
-        timeout_graceful_shutdown=DRAIN_SECONDS + LAST_SECONDS,
-    )
-    return Server(config, service)
+    app = create_app(service, keys=keys, admin_keys=admin_keys)
+    return Server(app, service, host=host, port=port)
 
 
 def build_service(
@@ -145,7 +84,7 @@ def build_service(
     # On CPUs float32 is exact and rarely slower; on GPUs what the base was stored in.
     default = torch.float32 if target.type == "cpu" else checkpoint.main_dtype
     model = load_model(checkpoint.path, device=target, dtype=_dtype(dtype, default))
-    running = max_running or DEFAULT_MAX_RUNNING.get(target.type, DEFAULT_MAX_RUNNING["cpu"])
+    running = max_running or MAX_RUNNING.get(target.type, MAX_RUNNING["cpu"])
     queue = max_queue or DEFAULT_MAX_QUEUE
     bank = bank_of(model)
     coming = [] if shelf is None else shelf.to_come(catalog.family.base.fingerprint)
@@ -229,36 +168,6 @@ def _dtype(dtype: torch.dtype | str | None, default: torch.dtype) -> torch.dtype
     return found
 
 
-def _read_keys(option: str, path: str | Path | None) -> list[str]:
-    """The keys of a file, one a line; none without a file."""
-    if path is None:
-        return []
-    try:
-        keys = Path(path).read_text("ascii").split()
-    except UnicodeDecodeError:
-        raise ValueError(f"{option}={str(path)!r} is no ASCII text; write keys only") from None
-    except OSError as error:
-        raise ValueError(f"{option}={str(path)!r} cannot be read: {error.strerror}") from None
-    if not keys:
-        raise ValueError(f"{option}={str(path)!r} holds no key; write one a line")
-    return keys
-
-
-def _check_address(host: str, port: int) -> None:
-    """Raises ServingError if nothing can listen there: said before the base is loaded."""
-    try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        ):
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-    except OSError as error:
-        raise ServingError(
-            f"cannot listen on {host} port {port}: {error.strerror}; choose --host and --port"
-        ) from None
-
-
 def run(
     family: str | Path,
     *,
@@ -309,11 +218,8 @@ def run(
         SoupkitError: the family, the base or a pinned name cannot be served.
         ValueError: an argument.
     """
-    keys = _read_keys("api_key_file", api_key_file)
-    admin_keys = _read_keys("admin_key_file", admin_key_file)
-    if set(keys) & set(admin_keys):
-        raise ValueError("a key is in api_key_file and in admin_key_file; give admins another one")
-    _check_address(host, port)
+    keys, admin_keys = read_keys(api_key_file, admin_key_file)
+    check_address(host, port)
     service = build_service(
         family,
         base=base,
