@@ -53,7 +53,7 @@ ONLY_IN = {
     "matplotlib": {"soupkit/report_page.py", "soupkit/tracking.py"},
     "fastapi": {"soupkit/serving/app.py"},
     "uvicorn": {"soupkit/serving/listening.py"},
-    "prometheus_client": {"soupkit/serving/metrics.py"},
+    "prometheus_client": {"soupkit/serving/metrics.py", "soupkit/serving/fleet_metrics.py"},
     "triton": {
         "kernels/soupkit_kernels/triton_linear.py",
         "kernels/soupkit_kernels/triton_weights.py",

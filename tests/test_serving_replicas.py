@@ -118,7 +118,9 @@ def test_a_copy_waits_where_it_would_put_the_last_of_another_out() -> None:
     full = replica(phases=dict.fromkeys("bcd", Phase.RESIDENT))
     assert choose([hot, full], "a") == 0
     assert choose([replace(hot, open=8), full], "a") == 1  # the queue is as long as two batches
-    assert choose([hot, full, replica(phases={"b": Phase.RESIDENT}, open=4)], "a") == 1  # b is twice
+    assert (
+        choose([hot, full, replica(phases={"b": Phase.RESIDENT}, open=4)], "a") == 1
+    )  # b is twice
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Commands that run something: serve, bench."""
 
+from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,6 +61,9 @@ def serve(
     max_wait: Annotated[
         float | None, typer.Option(help="Seconds that a request may wait before 503.")
     ] = None,
+    replicas: Annotated[
+        int, typer.Option(help="Processes with the base each, behind one address.", min=1)
+    ] = 1,
     api_key_file: Annotated[Path | None, typer.Option(help="File with the key to ask for.")] = None,
     admin_key_file: Annotated[
         Path | None, typer.Option(help="File with the key to load and unload variants.")
@@ -68,10 +73,15 @@ def serve(
 
     Example: soupkit serve family --port 8000 --cache-bytes 2GB
     """
-    from soupkit.serving import server
-
     leave_signals()
-    server.run(
+    run: Callable[..., None]
+    if replicas == 1:
+        from soupkit.serving.server import run
+    else:
+        from soupkit.serving import front_app
+
+        run = partial(front_app.run, replicas=replicas)
+    run(
         family,
         base=base,
         host=host,

@@ -14,7 +14,10 @@ class ClientGone(Exception):
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """Awaits `work`; cancels it and raises ClientGone when the client disconnects first."""
+    """Awaits `work`; cancels it and raises ClientGone when the client disconnects first.
+
+    The request's body has been read.
+    """
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -41,17 +41,25 @@ def free_bytes(device: torch.device) -> int:
 
 
 def default_cache_bytes(
-    device: torch.device, slot_bytes: int, num_variants: int, *, largest: int = 0
+    device: torch.device,
+    slot_bytes: int,
+    num_variants: int,
+    *,
+    largest: int = 0,
+    sharers: int = 1,
 ) -> int:
     """Slots for all variants and some that training may add, or two of `largest` bytes if that is
     more, but half of what is free at most.
+
+    Args:
+        sharers: engines that share the device's memory.
     """
-    free = free_bytes(device)
+    free = free_bytes(device) // sharers
     share = headroom.share_of_variants(free, slot_bytes=slot_bytes, num_variants=num_variants)
     return max(share, min(2 * largest, free // 2))
 
 
-def plan_kv(model: Any, *, max_running: int, cache_bytes: int) -> KVPlan:
+def plan_kv(model: Any, *, max_running: int, cache_bytes: int, sharers: int = 1) -> KVPlan:
     """Sizes the key-value cache for a loaded model, leaving room for `cache_bytes` of variants."""
     config, device = model.config.get_text_config(), model.device
     heads = config.num_attention_heads
@@ -65,5 +73,5 @@ def plan_kv(model: Any, *, max_running: int, cache_bytes: int) -> KVPlan:
     wanted = max_running * context
     if device.type != "cuda":
         wanted = min(wanted, max(CPU_KV_TOKENS, context))
-    room = headroom.share_of_tokens(free_bytes(device), cache_bytes)
+    room = headroom.share_of_tokens(free_bytes(device) // sharers, cache_bytes)
     return KVPlan(min(wanted, room // per_token), batch_tokens)

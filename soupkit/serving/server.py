@@ -57,8 +57,13 @@ def build_service(
     max_running: int | None = None,
     max_queue: int | None = None,
     max_wait_seconds: float | None = None,
+    sharers: int = 1,
 ) -> Service:
-    """Opens the family, loads its base and makes a service that is not started yet; see `run`."""
+    """Opens the family, loads its base and makes a service that is not started yet; see `run`.
+
+    Args:
+        sharers: engines that share the device's memory.
+    """
     for name, value in (("max_running", max_running), ("max_queue", max_queue)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value}: must be at least 1")
@@ -94,9 +99,13 @@ def build_service(
         # Of a family without variants yet: slots of an eighth of the base.
         slot_bytes = slot_shape(bank, manifests).nbytes or int(model.get_memory_footprint()) // 8
         cache_bytes = default_cache_bytes(
-            model.device, slot_bytes, len(manifests) + len(coming), largest=needed
+            model.device,
+            slot_bytes,
+            len(manifests) + len(coming),
+            largest=needed,
+            sharers=sharers,
         )
-    plan = plan_kv(model, max_running=running, cache_bytes=cache_bytes)
+    plan = plan_kv(model, max_running=running, cache_bytes=cache_bytes, sharers=sharers)
     engine = Engine(model, max_running=running, plan=plan, bank=bank)
     _check_room(catalog, engine, cache_bytes)
     if shelf is not None:
