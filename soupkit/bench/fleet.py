@@ -10,7 +10,7 @@ a trace begins; figures are of its last two thirds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -86,11 +86,19 @@ class Outcome:
     refused: float
 
 
-def run(*, quick: bool) -> list[Row]:
-    """Five rows a case; the spread is over seeds of the trace."""
+def run(*, quick: bool, progress: Callable[[str, int, int], None]) -> list[Row]:
+    """Five rows a case; the spread is over seeds of the trace.
+
+    Args:
+        progress: called with (case, requests done, requests of all cases).
+    """
     rows: list[Row] = []
-    for case in QUICK if quick else CASES:
-        seeds = range(1 if quick or case.nodes > 8 else 3)
+    cases = {
+        case: range(1 if quick or case.nodes > 8 else 3) for case in (QUICK if quick else CASES)
+    }
+    sizes = [len(seeds) * round(case.nodes * RATE * case.seconds) for case, seeds in cases.items()]
+    for i, (case, seeds) in enumerate(cases.items()):
+        progress(case.title, sum(sizes[:i]), sum(sizes))
         rows += _rows(case, [simulate(case, seed=seed) for seed in seeds], seeds)
     return rows
 

@@ -160,7 +160,8 @@ def _measure(
     checked = "_check" if what is Bench.fleet and family is not None else ""
     module = importlib.import_module(f"soupkit.bench.{what.value}{checked}")
     if what is Bench.fleet and family is None:
-        return [], module.run(quick=quick)
+        with show_progress("simulating") as progress:
+            return [], module.run(quick=quick, progress=progress)
     if what is Bench.kernel:
         return module.run(quick=quick), module.model(quick=quick)
     if family is not None:
