@@ -64,6 +64,9 @@ def serve(
     replicas: Annotated[
         int, typer.Option(help="Processes with the base each, behind one address.", min=1)
     ] = 1,
+    tensor_parallel: Annotated[
+        int, typer.Option(help="Processes, and GPUs, that share the base of a replica.", min=1)
+    ] = 1,
     api_key_file: Annotated[Path | None, typer.Option(help="File with the key to ask for.")] = None,
     admin_key_file: Annotated[
         Path | None, typer.Option(help="File with the key to load and unload variants.")
@@ -75,12 +78,12 @@ def serve(
     """
     leave_signals()
     run: Callable[..., None]
-    if replicas == 1:
+    if replicas == tensor_parallel == 1:
         from soupkit.serving.server import run
     else:
         from soupkit.serving import front_app
 
-        run = partial(front_app.run, replicas=replicas)
+        run = partial(front_app.run, replicas=replicas, tensor_parallel=tensor_parallel)
     run(
         family,
         base=base,
