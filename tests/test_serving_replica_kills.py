@@ -26,6 +26,7 @@ from soupkit.serving.rank_process import Place, start_ranks
 
 NAMES = [f"v{i}" for i in range(12)]
 TOKENS = 24
+PROMPTS = ("hello", "once", "1 + 1 =", "z" * 40)
 
 
 @pytest.fixture(scope="module")
@@ -92,25 +93,31 @@ def fleet(root: Path, **settings: Any) -> Iterator[tuple[subprocess.Popen[str], 
 class Asker:
     """Sends requests and holds every answer against the dense model's."""
 
-    def __init__(self, url: str, oracle: Oracle) -> None:
-        self._url, self._oracle = url, oracle
+    def __init__(self, url: str, expected: dict[tuple[str, str], str]) -> None:
+        self._url, self._expected = url, expected
+        self._client = httpx.Client(timeout=WAIT, limits=httpx.Limits(max_connections=None))
         self.found: Counter[str] = Counter()
+
+    def __enter__(self) -> "Asker":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._client.close()
 
     def __call__(self, name: str, prompt: str, stream: bool) -> None:
         body = {
             "model": name, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0,
             "stream": stream,
         }  # fmt: skip
-        expected = self._oracle(name, prompt, TOKENS)
-        with httpx.Client(timeout=WAIT) as client:
-            if not stream:
-                answer = client.post(f"{self._url}/v1/completions", json=body)
-                assert answer.status_code == 200, answer.text
-                assert answer.json()["choices"][0]["text"] == expected
-                self.found["whole"] += 1
-                return
-            with client.stream("POST", f"{self._url}/v1/completions", json=body) as answer:
-                told = answer.read().decode()
+        expected, url = self._expected[name, prompt], f"{self._url}/v1/completions"
+        if not stream:
+            answer = self._client.post(url, json=body)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["text"] == expected
+            self.found["whole"] += 1
+            return
+        with self._client.stream("POST", url, json=body) as answer:
+            told = answer.read().decode()
         assert answer.status_code == 200, told
         *events, last = [part.removeprefix("data: ") for part in told.split("\n\n") if part]
         texts = [json.loads(event)["choices"][0]["text"] for event in events]
@@ -145,28 +152,29 @@ def replicas_of(url: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_a_killed_replica_loses_no_request_that_had_not_begun_slice(root: Path) -> None:
     oracle = Oracle(root, names=NAMES)
+    expected = {(n, p): oracle(n, p, TOKENS) for n in (*NAMES, "base") for p in PROMPTS}
     rng = random.Random(0)
     with (
         fleet(root, replicas=3, max_running=4, max_queue=200) as (front, url),
+        Asker(url, expected) as asker,
         ThreadPoolExecutor(24) as pool,
     ):
-        asker = Asker(url, oracle)
 
         def send(count: int, names: list[str]) -> list[Any]:
             return [
-                pool.submit(asker, rng.choice(names), f"{rng.random()}", rng.random() < 0.5)
+                pool.submit(asker, rng.choice(names), rng.choice(PROMPTS), rng.random() < 0.5)
                 for _ in range(count)
             ]
 
         # One of each, one after the other: every variant is loaded once, on the replicas in turn.
         for name in NAMES:
-            asker(name, "hello", False)
+            asker(name, PROMPTS[0], False)
         metrics = metrics_of(url)
         loads = [metrics[f"soupkit_loads_total,{i}"] for i in range(3)]
         assert sum(loads) == len(NAMES)
         assert min(loads) >= 2
         # A hot one is copied, as its batch is full.
-        for sent in [pool.submit(asker, "v0", f"{i}", False) for i in range(60)]:
+        for sent in [pool.submit(asker, "v0", PROMPTS[i % 4], False) for i in range(60)]:
             sent.result()
         wait_for(
             lambda: sum("v0" in one["resident"] for one in replicas_of(url)) >= 2,
