@@ -169,7 +169,7 @@ def open_adapter(folder: str | Path) -> AdapterFolder:
         CheckpointError: files are missing, damaged or lead elsewhere; or the adapter is more than
             plain LoRA, named with the remedy.
     """
-    folder = Path(folder).expanduser()
+    folder = Path(os.path.expanduser(folder))
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder: give the one that PEFT wrote")
     config = read_adapter_config(_file(folder, CONFIG_NAME))

@@ -81,7 +81,7 @@ class AdapterPool:
 
     def __init__(self, folder: str | Path) -> None:
         """Of the pool at `folder`; use `open` or `create`."""
-        self.folder = Path(folder).expanduser().absolute()
+        self.folder = Path(os.path.expanduser(folder)).absolute()
 
     @classmethod
     def open(cls, folder: str | Path) -> AdapterPool:

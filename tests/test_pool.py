@@ -812,6 +812,9 @@ def test_the_commands(tmp_path):
     line = run("resolve", pool, "t3", code=1)
     assert line == f"soupkit: the pool has no task 't3'; it has: {', '.join(pool_tasks(pool))}\n"
     assert run("add", pool, tmp_path / "none", code=1).count("\n") == 1
+    nobody = "~nobody-of-that-name/pool"
+    assert run("list", nobody, code=1).endswith("`soupkit pool add` makes one\n")
+    assert run("add", pool, nobody, code=1).startswith(f"soupkit: {nobody}: no such folder")
     run("add", pool, tmp_path / "t3", "--merge", "slerp", code=2)
 
 

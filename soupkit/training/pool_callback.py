@@ -62,7 +62,7 @@ class KMergeCallback(TrainerCallback):  # type: ignore[misc]  # transformers shi
             ValueError: task is no name.
         """
         check_variant_name(task, "task")
-        self.pool = Path(pool).expanduser().absolute()
+        self.pool = Path(os.path.expanduser(pool)).absolute()
         self.task = task
         self.rule = rule
         self.quality = quality
