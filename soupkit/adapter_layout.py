@@ -118,6 +118,17 @@ class Unit:
             return (self.module,)
         return tuple(f"{self.module}[{expert}]" for expert in range(self.experts))
 
+    @property
+    def is_named(self) -> bool:
+        """Whether the file names both as PEFT does."""
+        return (self.a, self.b) == stored_names(self.kind, self.module)
+
+
+def stored_names(kind: ModuleKind, module: str) -> tuple[str, str]:
+    """PEFT's names of A and B in the file."""
+    part, ending = ("lora_embedding", "") if kind == "embedding" else ("lora", ".weight")
+    return f"{PREFIX}{module}.{part}_A{ending}", f"{PREFIX}{module}.{part}_B{ending}"
+
 
 def owner_of(module: str) -> str:
     """The module that bare parameters belong to, without the ".base_layer" that number them."""

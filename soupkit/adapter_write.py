@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from soupkit.adapter_config import CARRIED, CONFIG_NAME, WEIGHTS_NAME, plain_config
-from soupkit.adapter_layout import PREFIX, Module, is_module_name, owner_of
+from soupkit.adapter_layout import Module, is_module_name, owner_of, stored_names
 from soupkit.factored import Pair
 from soupkit.files import atomic_folder, atomic_write_json
 from soupkit.lora_kinds import expert_factors, factors_of
@@ -149,6 +149,4 @@ def _stored(
         a, b = expert_factors(pairs)
     else:
         a, b = factors_of(kind, pairs[0], kernel=stack[0].kernel)
-    part, ending = ("lora_embedding", "") if kind == "embedding" else ("lora", ".weight")
-    yield f"{PREFIX}{name}.{part}_A{ending}", a
-    yield f"{PREFIX}{name}.{part}_B{ending}", b
+    yield from zip(stored_names(kind, name), (a, b), strict=True)

@@ -43,7 +43,7 @@ from soupkit.pool_manifest import (
     read_manifest,
 )
 from soupkit.pool_place import Quality, find_place, score_of
-from soupkit.pool_slots import Candidate, Incoming, damaged, open_slot
+from soupkit.pool_slots import Candidate, Incoming, as_peft_names, damaged, open_slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class AdapterPool:
 
     def __init__(self, folder: str | Path) -> None:
         """Of the pool at `folder`; use `open` or `create`."""
-        self.folder = Path(folder).expanduser().absolute()
+        self.folder = Path(os.path.expanduser(folder)).absolute()
 
     @classmethod
     def open(cls, folder: str | Path) -> AdapterPool:
@@ -199,8 +199,8 @@ class AdapterPool:
         name = check_variant_name(own if task is None else task, "task")
         with self._writing() as manifest:
             manifest = with_rule(manifest, rule or {})
-            incoming, opened = self._admitted(manifest, source, name, quality)
             with staging_in(self.folder) as staging:
+                incoming, opened = self._admitted(manifest, source, name, quality, staging)
                 place = find_place(manifest, opened, incoming, staging=staging, quality=quality)
                 gone = [slot for slot in manifest.slots if slot.number in place.decision.evicted]
                 kept = tuple(slot for slot in manifest.slots if slot not in gone)
@@ -271,7 +271,12 @@ class AdapterPool:
         return self.folder / SLOTS_NAME / slot.folder
 
     def _admitted(
-        self, manifest: Manifest, source: AdapterFolder, task: str, quality: Quality | None
+        self,
+        manifest: Manifest,
+        source: AdapterFolder,
+        task: str,
+        quality: Quality | None,
+        staging: Path,
     ) -> tuple[Incoming, dict[int, AdapterFolder]]:
         """The adapter, read, and the opened slots, if it may come in."""
         if (quality is None) != (manifest.rule.gate_quality is None):
@@ -288,10 +293,11 @@ class AdapterPool:
         opened = {slot.number: open_slot(self.folder, slot) for slot in manifest.slots}
         check_modules(source.info, [slot.info for slot in opened.values()])
         check_against_base(source.info)
+        origin, source = source.info.path, as_peft_names(source, staging / "renamed")
         modules = source.load()
         check_range(source.info, modules)
         score = None if quality is None else score_of(quality, source.info.path, task)
-        return Incoming(source, modules, Admission(task, score=score), base), opened
+        return Incoming(origin, source, modules, Admission(task, score=score), base), opened
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[Manifest]:

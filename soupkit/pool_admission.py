@@ -11,6 +11,7 @@ values.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -105,9 +106,9 @@ def _is_one_folder(base: PoolBase, ours: PoolBase) -> bool:
 def _folder(name: str) -> Path | None:
     """The folder here of that name; a name may be any text."""
     try:
-        folder = Path(name).expanduser()
+        folder = Path(os.path.expanduser(name))
         return folder if folder.is_dir() else None
-    except (OSError, ValueError, RuntimeError):  # too long, a zero byte, a user unknown here
+    except (OSError, ValueError):  # too long, a zero byte
         return None
 
 

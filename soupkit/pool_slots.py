@@ -56,8 +56,9 @@ class LazyPairs(Mapping[str, Pair]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Incoming:
-    """An adapter that comes, and its modules in memory."""
+    """An adapter that comes, and its modules in memory; `origin`: the folder the caller gave."""
 
+    origin: Path
     source: AdapterFolder
     modules: Mapping[str, Module]
     admission: Admission
@@ -76,6 +77,18 @@ class Candidate:
     folder: Path
     entry: SlotEntry
     rank: int
+
+
+def as_peft_names(source: AdapterFolder, out: Path) -> AdapterFolder:
+    """The adapter, or one like it in the new folder `out` if PEFT would not find its tensors: a
+    slot is a folder that PEFT loads. Raises as `load` and write_adapter do.
+    """
+    info = source.info
+    if info.is_named:
+        return source
+    carried = dict(info.carried)
+    write_adapter(out, source.load(), base=info.base, revision=info.revision, carried=carried)
+    return open_adapter(out)
 
 
 def open_slot(pool: Path, entry: SlotEntry) -> AdapterFolder:

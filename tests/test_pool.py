@@ -209,6 +209,34 @@ def test_a_slot_of_every_kind_of_layer_changes_a_model_as_the_merged_deltas_say(
     )
 
 
+@pytest.mark.parametrize(
+    "renamed",
+    [
+        lambda name: name.removeprefix("base_model.model."),
+        lambda name: (
+            name.replace(".weight", ".default.weight")
+            if name.endswith(".weight")
+            else f"{name}.default"
+        ),
+        lambda name: name.replace("base_model.model.", "base_model.model._orig_mod."),
+    ],
+    ids=["no-prefix", "adapter-name", "wrapped"],
+)
+def test_a_slot_loads_in_peft_whatever_its_adapters_file_calls_its_tensors(tmp_path, renamed):
+    """PEFT passes over names that it does not look for, without a word."""
+    model = adapted(seed=1, parameters=PARAMETERS, r=2, lora_alpha=3, use_rslora=True)
+    folder = edit_config(saved(model, tmp_path / "t1"), base_model_name_or_path="zoo")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors = {renamed(name): tensor for name, tensor in tensors.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    pool = make_pool(tmp_path / "pool")
+    pool.add(folder)
+    got = deltas_of(PeftModel.from_pretrained(Zoo(), pool.resolve("t1")))
+    for name, delta in deltas_of(model).items():
+        torch.testing.assert_close(got[name], delta, rtol=1e-5, atol=1e-6)
+    check_pool(tmp_path / "pool")
+
+
 # ---- tasks, utility, gates, rules ----
 
 
@@ -812,6 +840,9 @@ def test_the_commands(tmp_path):
     line = run("resolve", pool, "t3", code=1)
     assert line == f"soupkit: the pool has no task 't3'; it has: {', '.join(pool_tasks(pool))}\n"
     assert run("add", pool, tmp_path / "none", code=1).count("\n") == 1
+    nobody = "~nobody-of-that-name/pool"
+    assert run("list", nobody, code=1).endswith("`soupkit pool add` makes one\n")
+    assert run("add", pool, nobody, code=1).startswith(f"soupkit: {nobody}: no such folder")
     run("add", pool, tmp_path / "t3", "--merge", "slerp", code=2)
 
 
