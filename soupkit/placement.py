@@ -4,8 +4,8 @@
     variant   sum over matrices of N ceil(K / 8) + 4 N    bits, float32 scales; norms 2 an entry
     adapter   sum over targets of b r (N + K)             b bytes a number
 
-N x K are a matrix's rows and columns, P counts every unique parameter. Not here: key-value caches,
-and what an engine holds beside the weights.
+N x K are a matrix's rows and columns, P counts every unique parameter. Not here: several GPUs, and
+what an engine holds beside the weights (node.py).
 """
 
 from __future__ import annotations
@@ -24,34 +24,41 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder of equal layers. kv_width: key-value heads times their width."""
+    """A decoder of equal layers. kv_heads: of keys and values. head_width: of all heads."""
 
     name: str
     hidden: int
     intermediate: int
     layers: int
-    kv_width: int
+    heads: int
+    kv_heads: int
+    head_width: int
     vocab: int
     is_tied: bool
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """(rows, columns) of one layer's linear weights."""
-        hidden, inner, kv_width = self.hidden, self.intermediate, self.kv_width
+        hidden, inner = self.hidden, self.intermediate
+        width, kv_width = self.heads * self.head_width, self.kv_heads * self.head_width
         return {
-            "q_proj": (hidden, hidden),
+            "q_proj": (width, hidden),
             "k_proj": (kv_width, hidden),
             "v_proj": (kv_width, hidden),
-            "o_proj": (hidden, hidden),
+            "o_proj": (hidden, width),
             "gate_proj": (inner, hidden),
             "up_proj": (inner, hidden),
             "down_proj": (hidden, inner),
         }
 
+    @property
+    def tables(self) -> int:
+        """Matrices of the vocabulary's size: the embedding, and the head unless it is the same."""
+        return 1 if self.is_tied else 2
+
     def matrices(self) -> list[tuple[int, int, int]]:
         """(count, rows, columns) of every unique matrix of the model."""
-        tables = 1 if self.is_tied else 2
         layers = [(self.layers, *shape) for shape in self.linears().values()]
-        return [*layers, (tables, self.vocab, self.hidden)]
+        return [*layers, (self.tables, self.vocab, self.hidden)]
 
     @property
     def norms(self) -> int:
@@ -66,12 +73,12 @@ class ModelShape:
 
 # Llama's published configurations, one a size.
 KNOWN = (
-    ModelShape("Llama-3.2-1B", 2048, 8192, 16, 512, 128256, is_tied=True),
-    ModelShape("Llama-3.2-3B", 3072, 8192, 28, 1024, 128256, is_tied=True),
-    ModelShape("Llama-2-7B", 4096, 11008, 32, 4096, 32000, is_tied=False),
-    ModelShape("Llama-3.1-8B", 4096, 14336, 32, 1024, 128256, is_tied=False),
-    ModelShape("Llama-2-13B", 5120, 13824, 40, 5120, 32000, is_tied=False),
-    ModelShape("Llama-3.1-70B", 8192, 28672, 80, 1024, 128256, is_tied=False),
+    ModelShape("Llama-3.2-1B", 2048, 8192, 16, 32, 8, 64, 128256, is_tied=True),
+    ModelShape("Llama-3.2-3B", 3072, 8192, 28, 24, 8, 128, 128256, is_tied=True),
+    ModelShape("Llama-2-7B", 4096, 11008, 32, 32, 32, 128, 32000, is_tied=False),
+    ModelShape("Llama-3.1-8B", 4096, 14336, 32, 32, 8, 128, 128256, is_tied=False),
+    ModelShape("Llama-2-13B", 5120, 13824, 40, 40, 40, 128, 32000, is_tied=False),
+    ModelShape("Llama-3.1-70B", 8192, 28672, 80, 64, 8, 128, 128256, is_tied=False),
 )
 
 
@@ -94,13 +101,14 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     """
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-        width = int(config.get("head_dim") or hidden // heads)
         return ModelShape(
             name=name,
             hidden=hidden,
             intermediate=int(config["intermediate_size"]),
             layers=int(config["num_hidden_layers"]),
-            kv_width=int(config.get("num_key_value_heads") or heads) * width,
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_width=int(config.get("head_dim") or hidden // heads),
             vocab=int(config["vocab_size"]),
             is_tied=bool(config.get("tie_word_embeddings", False)),
         )

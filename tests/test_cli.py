@@ -437,6 +437,20 @@ def test_serve_passes_its_options_on(family, monkeypatch):
     assert (options["max_queue"], options["max_running"]) == (3, 2)
 
 
+def test_serve_passes_its_options_on_to_replicas(family, monkeypatch, tmp_path):
+    from soupkit.serving import front_app
+
+    missing = run("serve", tmp_path / "none", "--replicas", "2", "--port", "0")
+    assert (missing.exit_code, len(missing.stderr.splitlines())) == (1, 1)
+    assert run("serve", family, "--replicas", "0").exit_code == 2
+    calls = []
+    monkeypatch.setattr(front_app, "run", lambda path, **options: calls.append((path, options)))
+    assert run("serve", family, "--replicas", "3", "--max-running", "2").exit_code == 0
+    path, options = calls[0]
+    assert path == family
+    assert (options["replicas"], options["max_running"]) == (3, 2)
+
+
 def test_interrupt_is_one_line_and_leaves_nothing(
     base_folder, finetuned_folder, tmp_path, monkeypatch
 ):

@@ -37,6 +37,7 @@ from serving_kit import (
 )
 
 from soupkit.errors import ServingError
+from soupkit.serving import listening
 from soupkit.serving import server as server_module
 from soupkit.serving.jobs import End, Generation
 from soupkit.serving.sampling import Token
@@ -394,7 +395,7 @@ def test_a_process_says_when_it_is_ready_and_drains_on_sigterm(root: Path) -> No
 
 # Cut connections tell nobody why.
 def test_what_a_stop_does_not_wait_for_is_told(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "DRAIN_SECONDS", 0.3)
+    monkeypatch.setattr(listening, "DRAIN_SECONDS", 0.3)
     release, seen = threading.Event(), threading.Event()
     with serving(root) as (server, url), ThreadPoolExecutor(2) as pool:
         service = server._service

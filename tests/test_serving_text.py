@@ -209,3 +209,16 @@ def test_what_is_no_text_yet_is_not_decoded_again_and_again(text: str, part: str
     wanted = TOKENIZER.decode(ids, skip_special_tokens=True)
     assert "".join(pieces) + stream.finish() == wanted
     assert len("".join(pieces)) >= len(wanted) - 4
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 9])
+def test_special_tokens_inside_a_character_do_not_cut_it(count: int) -> None:
+    """They have no text, so however many there are they decide nothing about the bytes before."""
+    special = [0, 2, 3][: 1 + count % 3] * count
+    for text in (" ǰf", "x😀y", "é"):
+        ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+        for at in range(1, len(ids)):
+            mixed = ids[:at] + special[:count] + ids[at:]
+            stream = TextStream(TOKENIZER)
+            pieces = [stream.push(token) for token in mixed] + [stream.finish()]
+            assert "".join(pieces) == TOKENIZER.decode(mixed, skip_special_tokens=True) == text

@@ -124,6 +124,7 @@ def test_the_command_line_becomes_vllms_server(
         ("--max-queue", "5"),
         ("--max-wait", "3"),
         ("--admin-key-file", "keys"),
+        ("--replicas", "2"),
     ],
 )
 def test_flags_that_vllm_has_nothing_for_are_refused_by_name(
@@ -133,12 +134,6 @@ def test_flags_that_vllm_has_nothing_for_are_refused_by_name(
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code != 0
     assert f"{option} does not go with --engine vllm: " in result.stderr
-
-
-def test_tensor_parallel_is_vllms(root: Path) -> None:
-    result = CliRunner().invoke(app, ["serve", str(root / "family"), "--tensor-parallel", "2"])
-    assert result.exit_code != 0
-    assert "goes with --engine vllm" in result.stderr
 
 
 def test_without_vllm_the_remedy_is_told(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -299,7 +299,7 @@ def test_logits_of_a_prompt_are_those_of_its_tokens() -> None:
 
 
 def variant(deltas: dict[str, Delta], **raw: Tensor) -> Any:
-    manifest = SimpleNamespace(tensors=())
+    manifest = SimpleNamespace(tensors=(), per_module=False)
     return SimpleNamespace(deltas=deltas, raw=raw, manifest=manifest)
 
 
@@ -364,7 +364,7 @@ def test_what_has_no_place_is_refused_by_name_and_nothing_is_registered() -> Non
         raw = {} if given else {name: tensor}
         with pytest.raises(ServingError, match=message):
             bank.register(
-                1, "x", SimpleNamespace(deltas=given, raw=raw, manifest=SimpleNamespace(tensors=()))
+                1, "x", SimpleNamespace(deltas=given, raw=raw, manifest=SimpleNamespace(tensors=(), per_module=False))
             )
     assert not bank.numbers
 

@@ -1,6 +1,8 @@
 """Commands that run something: serve, bench."""
 
+from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +32,7 @@ class Bench(str, Enum):
     load = "load"
     cache = "cache"
     pool = "pool"
+    fleet = "fleet"
 
 
 @command
@@ -65,14 +68,17 @@ def serve(
     max_wait: Annotated[
         float | None, typer.Option(help="Seconds that a request may wait before 503.")
     ] = None,
+    replicas: Annotated[
+        int, typer.Option(help="Processes with the base each, behind one address.", min=1)
+    ] = 1,
+    tensor_parallel: Annotated[
+        int, typer.Option(help="Processes, and GPUs, that share the base of a replica.", min=1)
+    ] = 1,
     api_key_file: Annotated[Path | None, typer.Option(help="File with the key to ask for.")] = None,
     admin_key_file: Annotated[
         Path | None, typer.Option(help="File with the key to load and unload variants.")
     ] = None,
     engine: Annotated[Engine, typer.Option(help="What generates.")] = Engine.transformers,
-    tensor_parallel: Annotated[
-        int | None, typer.Option(help="GPUs that share the model, with --engine vllm.", min=1)
-    ] = None,
 ) -> None:
     """Serve the base and all variants of a family over HTTP, in OpenAI's shapes.
 
@@ -92,22 +98,26 @@ def serve(
         own = {
             "device": device, "pool": pool, "adapters": adapters, "auto-pin": auto_pin or None,
             "max-queue": max_queue, "max-wait": max_wait, "admin-key-file": admin_key_file,
+            "replicas": None if replicas == 1 else replicas,
         }  # fmt: skip
         _refuse_for_vllm(own)
         _serve_with_vllm(
             family,
             **shared,
             host_cache_bytes=host_bytes,
-            tensor_parallel=tensor_parallel or 1,
+            tensor_parallel=tensor_parallel,
             api_key_file=api_key_file,
         )
         return
-    if tensor_parallel is not None:
-        raise ValueError("--tensor-parallel goes with --engine vllm; this engine computes alone")
-    from soupkit.serving import server
-
     leave_signals()
-    server.run(
+    run: Callable[..., None]
+    if replicas == tensor_parallel == 1:
+        from soupkit.serving.server import run
+    else:
+        from soupkit.serving import front_app
+
+        run = partial(front_app.run, replicas=replicas, tensor_parallel=tensor_parallel)
+    run(
         family,
         **shared,
         device=device,
@@ -131,10 +141,10 @@ def _refuse_for_vllm(given: dict[str, Any]) -> None:
 
 
 def _serve_with_vllm(family: Path, *, api_key_file: Path | None, **options: Any) -> None:
-    from soupkit.serving.keys import read_keys
+    from soupkit.serving.listening import read_keys
     from soupkit.serving.vllm import command
 
-    keys = read_keys("api_key_file", api_key_file)
+    keys, _ = read_keys(api_key_file, None)
     command.run(command.command(family, **options, keys=keys))
 
 
@@ -142,7 +152,8 @@ def _serve_with_vllm(family: Path, *, api_key_file: Path | None, **options: Any)
 def bench(
     what: Annotated[Bench, typer.Argument(help="What to measure.")],
     family: Annotated[
-        Path | None, typer.Argument(help="The family to serve, for `serve` and `load`.")
+        Path | None,
+        typer.Argument(help="The family to serve, for `serve` and `load`, and to check `fleet`."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and repetitions.")] = False,
     check: Annotated[
@@ -167,8 +178,8 @@ def bench(
     """
     from soupkit.bench.rows import document, show
 
-    if (family is None) == (what in (Bench.serve, Bench.load)):
-        raise ValueError("give a family to `bench serve` and `bench load`, and to no other")
+    if what is not Bench.fleet and (family is None) == (what in (Bench.serve, Bench.load)):
+        raise ValueError("give a family to `bench serve`, `load` and `fleet`, and to no other")
     if check:
         if what is not Bench.kernel or quick:
             raise ValueError("give --check to `bench kernel`, and without --quick")
@@ -180,7 +191,8 @@ def bench(
     if as_json:
         print_json(document(what.value, rows, model))
         return
-    show(what.value, rows)
+    if rows:
+        show(what.value, rows)
     if model:
         show(what.value, model, title="A model, not a measurement: there is no GPU here")
 
@@ -191,10 +203,14 @@ def _measure(
     """Rows that were measured, and rows of a model."""
     import importlib
 
-    module = importlib.import_module(f"soupkit.bench.{what.value}")
+    checked = "_check" if what is Bench.fleet and family is not None else ""
+    module = importlib.import_module(f"soupkit.bench.{what.value}{checked}")
+    if what is Bench.fleet and family is None:
+        with show_progress("simulating") as progress:
+            return [], module.run(quick=quick, progress=progress)
     if what is Bench.kernel:
         return module.run(quick=quick), module.model(quick=quick)
-    if what in (Bench.serve, Bench.load):
+    if family is not None:
         return module.run(quick=quick, family=family), []
     if what in (Bench.cache, Bench.pool):
         return module.run(quick=quick), []

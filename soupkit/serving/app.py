@@ -1,11 +1,10 @@
 """The HTTP application: FastAPI routes that delegate, answers sent whole or streamed, errors."""
 
-import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request, Security
 from fastapi.exceptions import RequestValidationError
@@ -35,6 +34,7 @@ from .bodies import (
     answer,
     errors,
 )
+from .connection import ClientGone, while_connected
 from .gate import LOAD_PATH, UNLOAD_PATH, Gate, error_response
 from .metrics import CONTENT_TYPE
 from .openai import (
@@ -50,12 +50,6 @@ from .service import Service
 from .states import NotServed, QueueFull, TooMany, VariantUnavailable
 from .status import overview
 from .status_page import PAGE, PAGE_HEADERS
-
-T = TypeVar("T")
-
-
-class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
 
 
 def create_app(
@@ -180,7 +174,7 @@ def _add_admin(app: FastAPI, admin: Admin, *, asks: list[Any]) -> None:
     )
     async def load(body: LoadRequest, request: Request) -> dict[str, Any]:
         """Makes a variant of the family resident, and serves it again if it was unloaded."""
-        return await _while_connected(request, admin.load(body))
+        return await while_connected(request, admin.load(body))
 
     @app.post(UNLOAD_PATH, response_model=UnloadedVariant, dependencies=asks, responses=faults)
     async def unload(body: UnloadRequest) -> dict[str, Any]:
@@ -194,13 +188,13 @@ async def _respond(
     """Starts the answer's generations and sends them, whole or streamed."""
     service.submit([choice.generation for choice in answer.choices])
     if not body.stream:
-        return JSONResponse(await _while_connected(request, answer.whole(service)))
+        return JSONResponse(await while_connected(request, answer.whole(service)))
     chunks = answer.chunks(service, include_usage=body.include_usage)
     try:
         # Nothing is sent before the first token, so that a failure still has a status of its own.
-        held = [await _while_connected(request, anext(chunks))]
+        held = [await while_connected(request, anext(chunks))]
         while not _has_content(held[-1]):
-            held.append(await _while_connected(request, anext(chunks)))
+            held.append(await while_connected(request, anext(chunks)))
     except BaseException:
         answer.cancel(service)
         raise
@@ -229,25 +223,6 @@ def _has_content(chunk: dict[str, Any]) -> bool:
 
 def _event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
-
-
-async def _while_connected(request: Request, work: Awaitable[T]) -> T:
-    """Awaits `work`; cancels it and raises ClientGone when the client disconnects first."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, watching = asyncio.ensure_future(work), asyncio.create_task(gone())
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        return working.result()
-    finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 def _add_errors(app: FastAPI, service: Service) -> None:

@@ -1,10 +1,4 @@
-"""How the memory beside the base is shared: bits of variants, key-value cache, masks.
-
-Key-value bytes per token = 2 * layers * kv_heads * head_dim * element size. Without a flash kernel
-each batch also keeps a mask of [batch_tokens, kv_tokens + batch_tokens] elements, so a token of
-cache costs batch_tokens mask elements more, and its keys and values are read back once, expanded to
-all heads.
-"""
+"""This machine's memory, shared between variants and key-value cache as headroom.py says."""
 
 import contextlib
 import os
@@ -14,8 +8,8 @@ from typing import Any
 
 import torch
 
-# One batch's tokens: long prompts are cut into pieces of this size, so that none stalls others.
-BATCH_TOKENS = {"cpu": 256, "cuda": 2048}
+from soupkit import headroom
+
 # More gains nothing on a CPU, where attention reads the whole cache as one sequence.
 CPU_KV_TOKENS = 8192
 
@@ -46,25 +40,38 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def default_cache_bytes(device: torch.device, slot_bytes: int, num_variants: int) -> int:
-    """Slots for all variants and some that training may add, but half of what is free at most."""
-    num_slots = num_variants + max(2, num_variants // 4)
-    return max(1, min(num_slots * slot_bytes, free_bytes(device) // 2))
+def default_cache_bytes(
+    device: torch.device,
+    slot_bytes: int,
+    num_variants: int,
+    *,
+    largest: int = 0,
+    sharers: int = 1,
+) -> int:
+    """Slots for all variants and some that training may add, or two of `largest` bytes if that is
+    more, but half of what is free at most.
+
+    Args:
+        sharers: engines that share the device's memory.
+    """
+    free = free_bytes(device) // sharers
+    share = headroom.share_of_variants(free, slot_bytes=slot_bytes, num_variants=num_variants)
+    return max(share, min(2 * largest, free // 2))
 
 
-def plan_kv(model: Any, *, max_running: int, cache_bytes: int) -> KVPlan:
+def plan_kv(model: Any, *, max_running: int, cache_bytes: int, sharers: int = 1) -> KVPlan:
     """Sizes the key-value cache for a loaded model, leaving room for `cache_bytes` of variants."""
     config, device = model.config.get_text_config(), model.device
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    batch_tokens = BATCH_TOKENS.get(device.type, BATCH_TOKENS["cpu"])
-    stored = 2 * config.num_hidden_layers * kv_heads * head_dim
-    per_token = model.dtype.itemsize * (stored + batch_tokens + 2 * heads * head_dim) + 16
+    batch_tokens = headroom.BATCH_TOKENS.get(device.type, headroom.BATCH_TOKENS["cpu"])
+    size = {"head_width": head_dim, "itemsize": model.dtype.itemsize}
+    per_token = headroom.kv_token_bytes(config.num_hidden_layers, kv_heads, **size)
+    per_token += headroom.mask_token_bytes(heads, **size, batch_tokens=batch_tokens)
     context = getattr(config, "max_position_embeddings", 0) or 2048
     wanted = max_running * context
     if device.type != "cuda":
         wanted = min(wanted, max(CPU_KV_TOKENS, context))
-    # A fifth stays free for activations and logits.
-    room = (free_bytes(device) - cache_bytes) * 4 // 5
+    room = headroom.share_of_tokens(free_bytes(device) // sharers, cache_bytes)
     return KVPlan(min(wanted, room // per_token), batch_tokens)

@@ -1,85 +1,35 @@
-"""The server process: family, base, engine and service put together behind uvicorn, until a
-signal.
-"""
+"""The server process: family, base, engine and service put together, until a signal."""
 
-import asyncio
 import logging
-import socket
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
-import uvicorn
 
+from soupkit.checkpoint import Checkpoint
 from soupkit.errors import ServingError
-from soupkit.family import open_base
+from soupkit.family import open_base, open_family
+from soupkit.headroom import MAX_RUNNING
 
 from .app import create_app
 from .catalog import Catalog
 from .engine import Engine, bank_of
-from .keys import read_keys
-from .memory import default_cache_bytes, plan_kv
+from .listening import Server, check_address, read_keys
+from .memory import default_cache_bytes
 from .pretrained import load_model
+from .rank_process import agreed_plan
 from .service import Service
 from .shelf import Shelf
-from .slots import slot_shape
+from .slots import check_manifest, slot_shape
 from .states import Limits
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_QUEUE = 512
 DEFAULT_MAX_WAIT_SECONDS = 300.0
-DEFAULT_MAX_RUNNING = {"cpu": 16, "cuda": 128}
-# How long a stop waits for open requests; after the last ones their connections are cut.
-DRAIN_SECONDS = 25
-LAST_SECONDS = 5
-
-
-class Server(uvicorn.Server):
-    """uvicorn that says when it is ready, and stops being ready as soon as it is told to stop."""
-
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
-        super().__init__(config)
-        self._service = service
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port it listens on, once started."""
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        return str(host), int(port)
-
-    async def startup(self, sockets: Any = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            for server in self.servers:
-                for listener in server.sockets:
-                    # Of connections too: those whose other end has gone do not stay for ever.
-                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            host, port = self.address
-            names = ", ".join(self._service.names())
-            sys.stderr.write(f"soupkit serves {names} on http://{host}:{port}\n")
-            sys.stderr.flush()
-
-    async def shutdown(self, sockets: Any = None) -> None:
-        """As uvicorn's, but those that would be cut are told before."""
-        self._service.draining = True
-        ending = asyncio.create_task(self._end_late())
-        try:
-            await super().shutdown(sockets)
-        finally:
-            ending.cancel()
-
-    async def _end_late(self) -> None:
-        await asyncio.sleep(DRAIN_SECONDS)
-        self._service.end_open()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._service.draining = True
-        super().handle_exit(sig, frame)
 
 
 def make_server(
@@ -91,16 +41,8 @@ def make_server(
     admin_keys: Sequence[str] = (),
 ) -> Server:
     """A server for `service` that is not running yet; keys as in `create_app`."""
-    config = uvicorn.Config(
-        create_app(service, keys=keys, admin_keys=admin_keys),
-        host=host,
-        port=port,
-        http="h11",  # bounds a header
-        log_level="warning",
-        lifespan="on",
-        timeout_graceful_shutdown=DRAIN_SECONDS + LAST_SECONDS,
-    )
-    return Server(config, service)
+    app = create_app(service, keys=keys, admin_keys=admin_keys)
+    return Server(app, service, host=host, port=port)
 
 
 def build_service(
@@ -118,8 +60,15 @@ def build_service(
     max_running: int | None = None,
     max_queue: int | None = None,
     max_wait_seconds: float | None = None,
+    sharers: int = 1,
+    tensor_parallel: int = 1,
 ) -> Service:
-    """Opens the family, loads its base and makes a service that is not started yet; see `run`."""
+    """Opens the family, loads its base and makes a service that is not started yet; see `run`.
+
+    Args:
+        sharers: engines that share the device's memory.
+        tensor_parallel: ranks of the process group, of which this is the first (rank_process.py).
+    """
     for name, value in (("max_running", max_running), ("max_queue", max_queue)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value}: must be at least 1")
@@ -128,32 +77,56 @@ def build_service(
             raise ValueError(f"{name}={value}: must be at least 0")
     if max_wait_seconds is not None and not max_wait_seconds > 0:
         raise ValueError(f"max_wait_seconds={max_wait_seconds}: must be above 0")
-    target = _device(device)
     shelf = None
     if pool is not None:
         shelf = Shelf(Path(pool), adapters=None if adapters is None else Path(adapters))
     elif adapters is not None:
         raise ValueError("adapters= needs pool=, which they come into")
-    catalog = Catalog(Path(family), shelf=shelf, pin_memory=target.type == "cuda")
+    pin_memory = _device(device).type == "cuda"
+    catalog = Catalog(Path(family), shelf=shelf, pin_memory=pin_memory)
     unknown = [name for name in pin if name not in catalog.variants]
     if unknown:
         known = ", ".join(catalog.variants) or "none"
         raise ServingError(f"--pin {unknown[0]}: there is no such variant, only {known}")
-    checkpoint = open_base(catalog.family, base)
-    # On CPUs float32 is exact and rarely slower; on GPUs what the base was stored in.
-    default = torch.float32 if target.type == "cpu" else checkpoint.main_dtype
-    model = load_model(checkpoint.path, device=target, dtype=_dtype(dtype, default))
-    running = max_running or DEFAULT_MAX_RUNNING.get(target.type, DEFAULT_MAX_RUNNING["cpu"])
+    checkpoint, model = open_model(
+        family, base=base, device=device, dtype=dtype, tensor_parallel=tensor_parallel
+    )
+    if shelf is not None:
+        shelf.serve_with(checkpoint, catalog.family.base)
+    running = max_running or MAX_RUNNING.get(model.device.type, MAX_RUNNING["cpu"])
     queue = max_queue or DEFAULT_MAX_QUEUE
     bank = bank_of(model)
+    coming = [] if shelf is None else shelf.to_come(catalog.family.base.fingerprint)
+    needed = slot_shape(bank, coming).nbytes
     if cache_bytes is None:
         manifests = catalog.manifests().values()
         # Of a family without variants yet: slots of an eighth of the base.
         slot_bytes = slot_shape(bank, manifests).nbytes or int(model.get_memory_footprint()) // 8
-        cache_bytes = default_cache_bytes(model.device, slot_bytes, len(manifests))
-    plan = plan_kv(model, max_running=running, cache_bytes=cache_bytes)
+        cache_bytes = default_cache_bytes(
+            model.device,
+            slot_bytes,
+            len(manifests) + len(coming),
+            largest=needed,
+            sharers=sharers,
+        )
+    running, plan = agreed_plan(
+        model,
+        max_running=running,
+        cache_bytes=cache_bytes,
+        sharers=sharers,
+        ranks=tensor_parallel,
+    )
     engine = Engine(model, max_running=running, plan=plan, bank=bank)
     _check_room(catalog, engine, cache_bytes)
+    if shelf is not None:
+        shelf.check_by(partial(check_manifest, bank, cache_bytes=cache_bytes))
+    if needed > cache_bytes:
+        logger.warning(
+            "adapters that are still to come may need a cache of %d bytes, it has %d: raise "
+            "--cache-bytes, or give the pool a smaller --rank",
+            needed,
+            cache_bytes,
+        )
     return Service(
         catalog,
         checkpoint,
@@ -170,6 +143,27 @@ def build_service(
         ),
         pin=tuple(pin),
     )
+
+
+def open_model(
+    family: str | Path,
+    *,
+    base: str | Path | None,
+    device: str | None,
+    dtype: torch.dtype | str | None,
+    tensor_parallel: int,
+) -> tuple[Checkpoint, Any]:
+    """A family's base, and what this process has of it as a model; see `build_service`."""
+    target, checkpoint = _device(device), open_base(open_family(family), base)
+    # On CPUs float32 is exact and rarely slower; on GPUs what the base was stored in.
+    default = torch.float32 if target.type == "cpu" else checkpoint.main_dtype
+    model = load_model(
+        checkpoint.path,
+        device=target,
+        dtype=_dtype(dtype, default),
+        tensor_parallel=tensor_parallel,
+    )
+    return checkpoint, model
 
 
 def _check_room(catalog: Catalog, engine: Engine, cache_bytes: int) -> None:
@@ -212,21 +206,6 @@ def _dtype(dtype: torch.dtype | str | None, default: torch.dtype) -> torch.dtype
         raise ValueError(f"dtype={dtype!r}: use float32, bfloat16 or float16")
     assert isinstance(found, torch.dtype)
     return found
-
-
-def _check_address(host: str, port: int) -> None:
-    """Raises ServingError if nothing can listen there: said before the base is loaded."""
-    try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        ):
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-    except OSError as error:
-        raise ServingError(
-            f"cannot listen on {host} port {port}: {error.strerror}; choose --host and --port"
-        ) from None
 
 
 def run(
@@ -279,11 +258,8 @@ def run(
         SoupkitError: the family, the base or a pinned name cannot be served.
         ValueError: an argument.
     """
-    keys = read_keys("api_key_file", api_key_file)
-    admin_keys = read_keys("admin_key_file", admin_key_file)
-    if set(keys) & set(admin_keys):
-        raise ValueError("a key is in api_key_file and in admin_key_file; give admins another one")
-    _check_address(host, port)
+    keys, admin_keys = read_keys(api_key_file, admin_key_file)
+    check_address(host, port)
     service = build_service(
         family,
         base=base,

@@ -45,6 +45,10 @@ class TextStream:
         known, text = self._texts()
         end = len(self._ids)
         if text.endswith(REPLACEMENT) or len(text) <= len(known):
+            if self._is_special(token_id):
+                # It decides nothing about the bytes before it, however many of them come.
+                del self._ids[-1]
+                return ""
             end = self._decided(text)
             text = self._decode(self._ids[self._begin : end])
             if text == known:
@@ -84,6 +88,11 @@ class TextStream:
             if self._decode(before) + self._decode(after) == text:
                 return end
         return self._read
+
+    def _is_special(self, token_id: int) -> bool:
+        """Whether decoding skips it; a token that is a space at most is none of those."""
+        whole = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return bool(whole) and not self._decode([token_id])
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)

@@ -221,13 +221,15 @@ class Bank:
         """
         assert self._sites is not None
         tied = ties(manifest)
-        own = {self._module(name) for name in tied["own"]}
+        # None: each tensor acts in its own module alone.
+        own = None if tied["own"] is None else {self._module(name) for name in tied["own"]}
         for name, source in tied["tied"].items():
             self._check_tie(name, source or "")
         found: dict[int, tuple[Site, dict[int, Value]]] = {}
         for name, value in values.items():
             place = self._place(name)
-            also = [m for m in self._sites.shared.get(place.module, ()) if m not in own]
+            shared = self._sites.shared.get(place.module, ())
+            also = [] if own is None else [module for module in shared if module not in own]
             for module in (place.module, *also):
                 for site in self._sites_of(name, module):
                     content = found.setdefault(id(site), (site, {}))[1]

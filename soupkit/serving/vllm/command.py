@@ -32,6 +32,7 @@ NOT_VLLM = {
     "adapters": "adapters of a pool are served by --engine transformers only",
     "auto-pin": "name what stays with --pin",
     "max-queue": "vLLM bounds no queue for itself; bound it in what stands in front of it",
+    "replicas": "start vLLM's servers side by side, with a router in front",
     "max-wait": "vLLM bounds no waiting; bound it in what stands in front of it",
     "admin-key-file": "vLLM knows one kind of key; SOUPKIT_RUNTIME_LOADS=1 lets whoever has it "
     "load and unload",
