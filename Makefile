@@ -14,7 +14,7 @@ ifeq ($(shell uname -sm),Linux x86_64)
 OLD_TRITON := .triton-3.6/.installed
 endif
 
-.PHONY: demo test test-slow old-triton clients lint format types clean
+.PHONY: demo test test-slow old-triton clients ray lint format types clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -44,6 +44,15 @@ SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 clients: .clients/.installed
 
+# Ray likewise: half a gigabyte.
+.ray/.installed: constraints.txt | $(VENV)/.installed
+	$(PYTHON) -m venv .ray
+	$(BIN)/python $(SITE) > "$$(.ray/bin/python $(SITE))/venv.pth"
+	.ray/bin/python -m pip install --quiet --no-compile --constraint constraints.txt "ray[serve]>=2.50"
+	touch $@
+
+ray: .ray/.installed
+
 demo: $(VENV)/.installed
 	$(BIN)/python recipes/demo.py --out demo
 
@@ -65,4 +74,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .triton-3.6 .clients build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .triton-3.6 .clients .ray build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
