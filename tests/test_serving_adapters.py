@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from openai import OpenAI
 from peft import LoraConfig, PeftModel, get_peft_model
 from serving_kit import TOKENIZER, WAIT, add_to_family, dense, greedy, make_base, serving, wait_for
 from torch import nn
@@ -391,6 +392,31 @@ def test_a_pool_that_others_change_is_followed(root: Path, tmp_path: Path) -> No
         assert text(ask(url, "one")) == oracle
         (pool.folder / "pool.json").write_text("{")
         assert text(ask(url, "one")) == oracle
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_merge_before_the_slot_is_read_delays_the_answer_only(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    pool = make_pool(root, tmp_path / "pool", "one", slots=1)
+    original, asked = Shelf.load, []
+
+    def load(self: Shelf, ref: Any, fingerprint: str) -> Any:
+        asked.append(ref.digest)
+        if len(asked) == 1:
+            pool.add(root / "source" / "two")
+        return original(self, ref, fingerprint)
+
+    monkeypatch.setattr(Shelf, "load", load)
+    with (
+        serving(root, pool=pool.folder, cache_bytes=10**6) as (_, url),
+        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        settings: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0, "stream": stream}
+        answer = client.completions.create(model="one", prompt=PROMPT, **settings)
+        found = "".join(part.choices[0].text for part in (answer if stream else [answer]))
+    assert found == expected(merged(root, pool.resolve("one")))
+    assert len(set(asked)) == 2
 
 
 def test_a_variant_of_the_family_goes_before_a_task_of_its_name(root: Path, tmp_path: Path) -> None:
