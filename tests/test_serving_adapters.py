@@ -4,6 +4,7 @@ of adapters that come into the pool when they are asked for.
 
 import asyncio
 import shutil
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -356,7 +357,13 @@ def test_waiting_for_an_adapter_ends(root: Path, tmp_path: Path) -> None:
             shelf.stop()
             with pytest.raises(ServingError, match="the server is stopping"):
                 await asyncio.wait_for(waiter, WAIT)
+            # A thread that waited on would keep the process.
+            threads = {one for one in threading.enumerate() if "soupkit-pool" in one.name}
+            assert threads
             shelf.close()
+            for one in threads:
+                await asyncio.to_thread(one.join, WAIT)
+                assert not one.is_alive()
 
     asyncio.run(stop())
 
