@@ -450,6 +450,34 @@ def test_uses_are_written_into_the_pool_now_and_then(root: Path, tmp_path: Path)
     shelf.close()
 
 
+def test_an_administrator_loads_an_adapter_that_may_come(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "source" / "one", tmp_path / "source" / "one")
+    shutil.copytree(root / "source" / "two", tmp_path / "source" / "bad")
+    (tmp_path / "source" / "bad" / "adapter_model.safetensors").unlink()
+    pool = make_pool(root, tmp_path / "pool")
+    with serving(root, pool=pool.folder, adapters=tmp_path / "source", admin_keys=("secret",)) as (
+        _,
+        url,
+    ):
+
+        def change(route: str, name: str) -> httpx.Response:
+            headers = {"authorization": "Bearer secret"}
+            body = {"lora_name": name}
+            return httpx.post(f"{url}/v1/{route}", json=body, headers=headers, timeout=WAIT)
+
+        early = change("unload_lora_adapter", "one")
+        assert early.status_code == 404
+        assert "there are base, linear, bad" in early.json()["error"]["message"]
+        loaded = change("load_lora_adapter", "one")
+        assert (loaded.status_code, loaded.json()["phase"]) == (200, "resident")
+        assert pool.tasks == {"one": 0}
+        refused = change("load_lora_adapter", "bad")
+        assert refused.status_code == 503
+        assert "no adapter_model" in refused.json()["error"]["message"]
+        assert str(tmp_path) not in refused.text
+        assert change("load_lora_adapter", "none").status_code == 404
+
+
 def test_a_client_that_goes_away_ends_no_admission(root: Path, tmp_path: Path) -> None:
     pool = make_pool(root, tmp_path / "pool")
 
