@@ -14,7 +14,7 @@ ifeq ($(shell uname -sm),Linux x86_64)
 OLD_TRITON := .triton-3.6/.installed
 endif
 
-.PHONY: demo test test-slow test-vllm old-triton clients lint format types clean
+.PHONY: demo test test-slow test-vllm old-triton clients ray lint format types clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +43,15 @@ SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 	touch $@
 
 clients: .clients/.installed
+
+# Ray likewise: half a gigabyte.
+.ray/.installed: constraints.txt | $(VENV)/.installed
+	$(PYTHON) -m venv .ray
+	$(BIN)/python $(SITE) > "$$(.ray/bin/python $(SITE))/venv.pth"
+	.ray/bin/python -m pip install --quiet --no-compile --constraint constraints.txt "ray[serve]>=2.50"
+	touch $@
+
+ray: .ray/.installed
 
 # vLLM has a venv of its own: it wants an older transformers than our engine. It comes as its build for
 # CPUs. That asks for CUDA builds of torch's companions, with which it cannot be imported; texts need none.
@@ -80,4 +89,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .triton-3.6 .clients .vllm build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .triton-3.6 .clients .ray .vllm build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,6 +15,7 @@ import contextlib
 import errno
 import math
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -79,14 +80,17 @@ class PoolReport:
 class AdapterPool:
     """A pool at a folder. Every property and method looks at the disk; nothing is kept."""
 
-    def __init__(self, folder: str | Path) -> None:
-        """Of the pool at `folder`; use `open` or `create`."""
+    def __init__(self, folder: str | Path, *, give_up: threading.Event | None = None) -> None:
+        """Of the pool at `folder`; use `open` or `create`. give_up: once it is set, writers that
+        wait for others raise InterruptedError.
+        """
+        self._give_up = give_up
         self.folder = Path(os.path.expanduser(folder)).absolute()
 
     @classmethod
-    def open(cls, folder: str | Path) -> AdapterPool:
+    def open(cls, folder: str | Path, *, give_up: threading.Event | None = None) -> AdapterPool:
         """The pool at `folder`. Raises PoolError: there is none, or it is damaged."""
-        pool = cls(folder)
+        pool = cls(folder, give_up=give_up)
         pool.read()
         return pool
 
@@ -303,7 +307,7 @@ class AdapterPool:
     def _writing(self) -> Iterator[Manifest]:
         """Hold the lock, on what writers that died left clean."""
         self.read()  # Where there is no pool, no lock file is made either.
-        with locked(self.folder / LOCK_NAME):
+        with locked(self.folder / LOCK_NAME, give_up=self._give_up):
             clean(self.folder, self.slots)
             yield self.read()
 

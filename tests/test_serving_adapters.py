@@ -4,6 +4,7 @@ of adapters that come into the pool when they are asked for.
 
 import asyncio
 import shutil
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from openai import OpenAI
 from peft import LoraConfig, PeftModel, get_peft_model
 from serving_kit import TOKENIZER, WAIT, add_to_family, dense, greedy, make_base, serving, wait_for
 from torch import nn
@@ -355,7 +357,13 @@ def test_waiting_for_an_adapter_ends(root: Path, tmp_path: Path) -> None:
             shelf.stop()
             with pytest.raises(ServingError, match="the server is stopping"):
                 await asyncio.wait_for(waiter, WAIT)
+            # A thread that waited on would keep the process.
+            threads = {one for one in threading.enumerate() if "soupkit-pool" in one.name}
+            assert threads
             shelf.close()
+            for one in threads:
+                await asyncio.to_thread(one.join, WAIT)
+                assert not one.is_alive()
 
     asyncio.run(stop())
 
@@ -393,6 +401,31 @@ def test_a_pool_that_others_change_is_followed(root: Path, tmp_path: Path) -> No
         assert text(ask(url, "one")) == oracle
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_merge_before_the_slot_is_read_delays_the_answer_only(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    pool = make_pool(root, tmp_path / "pool", "one", slots=1)
+    original, asked = Shelf.load, []
+
+    def load(self: Shelf, ref: Any, fingerprint: str) -> Any:
+        asked.append(ref.digest)
+        if len(asked) == 1:
+            pool.add(root / "source" / "two")
+        return original(self, ref, fingerprint)
+
+    monkeypatch.setattr(Shelf, "load", load)
+    with (
+        serving(root, pool=pool.folder, cache_bytes=10**6) as (_, url),
+        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        settings: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0, "stream": stream}
+        answer = client.completions.create(model="one", prompt=PROMPT, **settings)
+        found = "".join(part.choices[0].text for part in (answer if stream else [answer]))
+    assert found == expected(merged(root, pool.resolve("one")))
+    assert len(set(asked)) == 2
+
+
 def test_a_variant_of_the_family_goes_before_a_task_of_its_name(root: Path, tmp_path: Path) -> None:
     pool = AdapterPool.create(tmp_path / "pool", PoolRule(capacity_bytes=10**7))
     pool.add(root / "source" / "one", task="linear")
@@ -415,6 +448,34 @@ def test_uses_are_written_into_the_pool_now_and_then(root: Path, tmp_path: Path)
     assert not shelf.refresh()
     assert shelf.refs == refs
     shelf.close()
+
+
+def test_an_administrator_loads_an_adapter_that_may_come(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "source" / "one", tmp_path / "source" / "one")
+    shutil.copytree(root / "source" / "two", tmp_path / "source" / "bad")
+    (tmp_path / "source" / "bad" / "adapter_model.safetensors").unlink()
+    pool = make_pool(root, tmp_path / "pool")
+    with serving(root, pool=pool.folder, adapters=tmp_path / "source", admin_keys=("secret",)) as (
+        _,
+        url,
+    ):
+
+        def change(route: str, name: str) -> httpx.Response:
+            headers = {"authorization": "Bearer secret"}
+            body = {"lora_name": name}
+            return httpx.post(f"{url}/v1/{route}", json=body, headers=headers, timeout=WAIT)
+
+        early = change("unload_lora_adapter", "one")
+        assert early.status_code == 404
+        assert "there are base, linear, bad" in early.json()["error"]["message"]
+        loaded = change("load_lora_adapter", "one")
+        assert (loaded.status_code, loaded.json()["phase"]) == (200, "resident")
+        assert pool.tasks == {"one": 0}
+        refused = change("load_lora_adapter", "bad")
+        assert refused.status_code == 503
+        assert "no adapter_model" in refused.json()["error"]["message"]
+        assert str(tmp_path) not in refused.text
+        assert change("load_lora_adapter", "none").status_code == 404
 
 
 def test_a_client_that_goes_away_ends_no_admission(root: Path, tmp_path: Path) -> None:

@@ -230,18 +230,22 @@ def test_a_stop_answers_what_is_open_and_leaves_no_process(root: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_of_a_replica_answer_as_one_and_end_together_slice(root: Path) -> None:
-    oracle = Oracle(root, names=NAMES[:3])
-    with fleet(root, replicas=1, tensor_parallel=2, cache_bytes=8000) as (front, url):
-        asker = Asker(url, oracle)
+    names, oracle = [*NAMES[:3], "base"], Oracle(root, names=NAMES[:3])
+    expected = {(n, p): oracle(n, p, TOKENS) for n in names for p in PROMPTS[:2]}
+    with (
+        fleet(root, replicas=1, tensor_parallel=2, cache_bytes=8000) as (front, url),
+        Asker(url, expected) as asker,
+    ):
         # Three variants in two slots of a rank's part each: all go, and come back.
-        for number, name in enumerate([*NAMES[:3], "base"] * 2):
-            asker(name, f"hello {number}", number % 2 == 0)
+        for prompt in PROMPTS[:2]:
+            for number, name in enumerate(names):
+                asker(name, prompt, number % 2 == 0)
         assert metrics_of(url)["soupkit_loads_total,0"] > 3
         [replica] = children(front.pid)
         [rank] = children(replica)
         os.kill(rank, signal.SIGKILL)
         wait_for(lambda: not is_alive(replica), "the replica ends with its rank")
-        asker("v0", "and again", False)
+        asker("v0", PROMPTS[0], False)
         [replica] = children(front.pid)
         [rank] = children(replica)
     # kill -9 of the front took its replica along.

@@ -364,7 +364,11 @@ def test_what_has_no_place_is_refused_by_name_and_nothing_is_registered() -> Non
         raw = {} if given else {name: tensor}
         with pytest.raises(ServingError, match=message):
             bank.register(
-                1, "x", SimpleNamespace(deltas=given, raw=raw, manifest=SimpleNamespace(tensors=(), per_module=False))
+                1,
+                "x",
+                SimpleNamespace(
+                    deltas=given, raw=raw, manifest=SimpleNamespace(tensors=(), per_module=False)
+                ),
             )
     assert not bank.numbers
 

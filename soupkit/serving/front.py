@@ -9,7 +9,7 @@ none of them.
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 from weakref import WeakValueDictionary
@@ -86,7 +86,7 @@ class Front:
     async def complete(self, request: Request) -> Response:
         """The answer to a completion."""
         body = await request.body()
-        name, weight = await _asked(body)
+        name, weight = await asked(body)
         self.check_served(name)
 
         async def ask(member: Member, held: AsyncExitStack) -> Response:
@@ -237,8 +237,7 @@ class Front:
             excluded.add(member.index)
             self.counts.retries += 1
             refusal = found
-        message = f"{lost} replicas were lost with this request; it is not tried again"
-        raise ApiError(503, message, code="replica_lost")
+        raise too_many_lost()
 
     async def _ask(
         self, member: Member, request: Request, body: bytes, held: AsyncExitStack
@@ -259,7 +258,7 @@ class Front:
         if not response.headers.get("content-type", "").startswith(EVENTS):
             content = await response.aread()
             return Response(content, response.status_code, _passed(response))
-        events = _events(response)
+        events = whole_events(response.aiter_bytes())
         held.push_async_callback(events.aclose)
         first = await anext(events, None)
         if first is None:
@@ -276,15 +275,26 @@ class Front:
         except httpx.TransportError:
             self.fleet.note_fault(member)
             self.counts.lost_streams += 1
-            message = "the replica that answered was lost; ask again"
-            told = json.dumps(ApiError(503, message, code="replica_lost").body)
-            yield f"data: {told}\n\n".encode()
+            yield lost_event()
 
 
-async def _events(response: httpx.Response) -> AsyncGenerator[bytes, None]:
+def too_many_lost() -> ApiError:
+    """Of a request that was sent to so many replicas that are gone."""
+    message = f"{MAX_LOST} replicas were lost with this request; it is not tried again"
+    return ApiError(503, message, code="replica_lost")
+
+
+def lost_event() -> bytes:
+    """The last event of a stream whose replica is gone."""
+    message = "the replica that answered was lost; ask again"
+    told = json.dumps(ApiError(503, message, code="replica_lost").body)
+    return f"data: {told}\n\n".encode()
+
+
+async def whole_events(parts: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
     """Whole events only: half of one would spoil what is said after it."""
     rest = b""
-    async for part in response.aiter_bytes():
+    async for part in parts:
         *whole, rest = (rest + part).split(b"\n\n")
         for event in whole:
             yield event + b"\n\n"
@@ -292,7 +302,7 @@ async def _events(response: httpx.Response) -> AsyncGenerator[bytes, None]:
         yield rest
 
 
-async def _asked(body: bytes) -> tuple[str, int]:
+async def asked(body: bytes) -> tuple[str, int]:
     """The model of a body and how many sequences it asks for; a replica tells what is wrong."""
     found = await (asyncio.to_thread(_parsed, body) if len(body) > _LARGE_BYTES else _now(body))
     name, count, prompt = found.get("model"), found.get("n"), found.get("prompt")

@@ -20,8 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from soupkit.errors import ServingError
 
-from .memory import KVPlan, plan_kv
-from .replica_process import follow_stdin
+from . import lifeline
 
 _HOST = "127.0.0.1"
 
@@ -103,34 +102,17 @@ def _join(store: Any, place: Place) -> None:
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.ranks)
 
 
-def agreed_plan(
-    model: Any, *, max_running: int, cache_bytes: int, sharers: int, ranks: int
-) -> tuple[int, KVPlan]:
-    """Sequences of a batch and sizes of the key-value cache, alike on every rank: the first one's
-    wishes, and what the rank with the least memory has room for. Collective.
-    """
-    wishes = [max_running, cache_bytes, sharers]
-    if ranks > 1:
-        dist.broadcast_object_list(wishes, src=0)
-    max_running, cache_bytes, sharers = wishes
-    plan = plan_kv(model, max_running=max_running, cache_bytes=cache_bytes, sharers=sharers)
-    if ranks > 1:
-        plans: list[Any] = [None] * ranks
-        dist.all_gather_object(plans, plan)
-        plan = min(plans, key=lambda one: one.kv_tokens)
-    return max_running, plan
-
-
 def main() -> None:
     """Does as the first rank says, until that ends."""
     told = json.loads(sys.stdin.readline())
     # What a library prints is none of the replica's answer.
     os.dup2(2, 1)
-    threading.Thread(target=follow_stdin, daemon=True).start()
+    lifeline.hold()
     place = Place(told["rank"], told["ranks"], told["gpu"])
     _join(TCPStore(_HOST, told["port"], is_master=False), place)
 
     from .engine import Engine, bank_of
+    from .ranks import agreed_plan
     from .server import open_model
 
     settings = told["settings"]

@@ -8,11 +8,12 @@ why there is none.
 import json
 import os
 import sys
-import threading
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from soupkit.errors import SoupkitError
+
+from . import lifeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +57,12 @@ def main() -> None:
     def tell(document: dict[str, Any]) -> None:
         os.write(answer, (json.dumps(document) + "\n").encode())
 
-    threading.Thread(target=follow_stdin, daemon=True).start()
+    lifeline.hold()
     try:
         _serve(told, tell)
     except (SoupkitError, ValueError, OSError, ImportError) as error:
         tell({"error": str(error) or type(error).__name__})
         raise SystemExit(1) from None
-
-
-def follow_stdin() -> None:
-    """Ends this process when whoever started it is gone."""
-    while os.read(0, 1 << 12):
-        pass
-    os._exit(1)
 
 
 def _serve(told: dict[str, Any], tell: Any) -> None:

@@ -20,7 +20,7 @@ from .engine import Engine, bank_of
 from .listening import Server, check_address, read_keys
 from .memory import default_cache_bytes
 from .pretrained import load_model
-from .rank_process import agreed_plan
+from .ranks import agreed_plan
 from .service import Service
 from .shelf import Shelf
 from .slots import check_manifest, slot_shape

@@ -10,6 +10,7 @@ is. Not here: merging (soupkit.pool) and what a variant does in the model.
 
 import contextlib
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -56,7 +57,9 @@ class Shelf:
             PoolError: there is no pool, or it is damaged.
             ServingError: no folder of adapters, or the pool wants a quality that nobody here tells.
         """
-        self._pool, self._adapters, self._clock = AdapterPool.open(pool), adapters, clock
+        self._closing = threading.Event()
+        self._pool = AdapterPool.open(pool, give_up=self._closing)
+        self._adapters, self._clock = adapters, clock
         self._coming: Admissions | None = None
         if adapters is not None:
             if not adapters.is_dir():
@@ -103,8 +106,9 @@ class Shelf:
         return (self._pool.folder, *(() if self._adapters is None else (self._adapters,)))
 
     def close(self) -> None:
-        """Waits for nothing."""
+        """Waits for nothing, nor does the process then."""
         self.stop()
+        self._closing.set()
         for thread in (self._toucher, *(() if self._coming is None else (self._coming.adder,))):
             thread.shutdown(wait=False, cancel_futures=True)
 
