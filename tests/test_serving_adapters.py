@@ -447,7 +447,9 @@ def test_uses_are_written_into_the_pool_now_and_then(root: Path, tmp_path: Path)
     refs = shelf.refs
     assert not shelf.refresh()
     assert shelf.refs == refs
+    shelf.count("two")
     shelf.close()
+    wait_for(lambda: [slot.uses for slot in pool.slots] == [2, 2], "the last uses are told")
 
 
 def test_an_administrator_loads_an_adapter_that_may_come(root: Path, tmp_path: Path) -> None:
