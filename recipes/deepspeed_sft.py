@@ -110,13 +110,13 @@ def main() -> None:
         held_out_rows, options.batch, sampler=held_out_sampler, collate_fn=collate
     )
 
-    def held_out_loss() -> float:
-        """Of this process's share: soupkit takes the mean over processes."""
+    def held_out_loss() -> list[float]:
+        """Of each batch of this process's share: soupkit takes the mean over all processes."""
         losses = [
             engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()}).loss
             for batch in held_out
         ]
-        return torch.stack(losses).mean().item()
+        return torch.stack(losses).tolist()
 
     soup = Soup(
         engine,

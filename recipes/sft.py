@@ -74,9 +74,9 @@ def main() -> None:
         model, optimizer, train, held_out, scheduler
     )
 
-    def held_out_loss() -> float:
-        """Of this process's share: soupkit takes the mean over processes."""
-        return torch.stack([model(**batch).loss for batch in held_out]).mean().item()
+    def held_out_loss() -> list[float]:
+        """Of each batch of this process's share: soupkit takes the mean over all processes."""
+        return [model(**batch).loss.item() for batch in held_out]
 
     soup = Soup(
         model,

@@ -10,10 +10,11 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
-from soup_study_tasks import Batch, Setting, mean_loss
+from soup_study_tasks import Batch, Setting, losses
 from transformers import AutoModelForCausalLM, get_scheduler
 
 from soupkit import SoupConfig
@@ -62,16 +63,16 @@ def default_arm(setting: Setting) -> str:
 
 
 class Scores:
-    """Losses of the live weights; equal weights are scored once."""
+    """Losses of the live weights, of each example; equal weights are scored once."""
 
     def __init__(self, model: torch.nn.Module, batches: list[Batch]) -> None:
         self._model, self._batches = model, batches
-        self._known: dict[str, float] = {}
+        self._known: dict[str, list[float]] = {}
 
-    def __call__(self) -> float:
+    def __call__(self) -> list[float]:
         digest = weights_digest(self._model)
         if digest not in self._known:
-            self._known[digest] = mean_loss(self._model, self._batches)
+            self._known[digest] = losses(self._model, self._batches)
         return self._known[digest]
 
 
@@ -128,14 +129,14 @@ class Run:
         soup = self.soup(model, name, config, Scores(model, self.setting.gate(self.seed)))
         self.train(model, lambda step: soup.step() and None)
         soup.finish()
-        return result_of(soup, mean_loss(model, self.setting.test))
+        return result_of(soup, fmean(losses(model, self.setting.test)))
 
     def shared(self, configs: dict[str, SoupConfig]) -> dict[str, Result]:
         """Train without merging, with all side soups beside it."""
         setting, model = self.setting, self.setting.model()
         gate, test = Scores(model, setting.gate(self.seed)), Scores(model, setting.test)
         soups = {name: self.soup(model, name, config, gate) for name, config in configs.items()}
-        kept: dict[Path, tuple[float, float]] = {}
+        kept: dict[Path, float] = {}
 
         def after_step(step: int) -> None:
             for soup in soups.values():
@@ -143,16 +144,17 @@ class Run:
             if step % setting.merge_every == 0:
                 path = self.folder / f"step-{step}"
                 model.save_pretrained(path)
-                kept[path] = gate(), test() if step == setting.steps else float("nan")
+                kept[path] = fmean(gate())
 
         self.train(model, after_step)
         live = {key: value.clone() for key, value in model.state_dict().items()}
-        plain, results = test(), {}
+        plain, results = fmean(test()), {}
         for name, soup in soups.items():
             soup.finish()
-            results[name] = {**result_of(soup, test()), "is_soup": test() != plain}
+            loss = fmean(test())
+            results[name] = {**result_of(soup, loss), "is_soup": loss != plain}
             model.load_state_dict(live)
-        best = min(kept, key=lambda path: kept[path][0])
+        best = min(kept, key=lambda path: kept[path])
         results[PLAIN] = {"loss": plain}
         results[BEST] = {"loss": loss_of(best, setting.test)}
         results[LAST] = {"loss": loss_of(self.mean_of(list(kept)[-3:]), setting.test)}
@@ -173,7 +175,8 @@ def result_of(soup: Soup, loss: float) -> Result:
 
 
 def loss_of(path: Path, batches: list[Batch]) -> float:
-    return mean_loss(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), batches)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return fmean(losses(model, batches))
 
 
 def in_scratch(out: Path, work: Callable[[Path], Any]) -> Any:

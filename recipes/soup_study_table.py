@@ -136,6 +136,8 @@ def plot(runs: Runs, path: Path) -> None:
         panel.set_title(f"{case.replace('/', ', ')} ({arms[PLAIN].loss:.3f})", fontsize="small")
     for panel in panels[: columns * rows : columns]:
         panel.invert_yaxis()
+    for panel in panels[len(found) :]:
+        panel.set_visible(False)
     figure.supxlabel(
         "test loss minus that of no merging (in brackets), nats a token", fontsize="small"
     )

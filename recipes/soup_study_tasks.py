@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from demo import VARIANTS, Task, encode, make_model, train_base
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 Batch = dict[str, Tensor]
@@ -51,16 +52,22 @@ class Setting:
 
 
 @torch.no_grad()
-def mean_loss(model: torch.nn.Module, batches: list[Batch]) -> float:
-    """Mean negative log likelihood of a learned token, in nats; the model's mode stays."""
+def losses(model: torch.nn.Module, batches: list[Batch]) -> list[float]:
+    """Negative log likelihood of each example, in nats; their mean is that of a learned token. The
+    model's mode stays.
+    """
     was_training = model.training
     model.eval()
-    sums = torch.zeros(2, dtype=torch.float64)
+    sums, counts = [], []
     for batch in batches:
-        count = int((batch["labels"][:, 1:] != -100).sum())
-        sums += torch.tensor([float(model(**batch).loss) * count, count], dtype=torch.float64)
+        labels = batch["labels"][:, 1:]
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        logits = model(**inputs).logits[:, :-1].transpose(1, 2)
+        sums.append(cross_entropy(logits.float(), labels, reduction="none").double().sum(1))
+        counts.append((labels != -100).sum(1).double())
     model.train(was_training)
-    return float(sums[0] / sums[1])
+    found: list[float] = (torch.cat(sums) / torch.cat(counts).mean()).tolist()
+    return found
 
 
 def demo(folder: Path, *, quick: bool) -> Setting:

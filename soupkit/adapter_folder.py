@@ -68,6 +68,8 @@ class AdapterInfo:
         modules: by name, sorted.
         nbytes: of the weights file.
         carried: fields of the config that a copy needs beside its modules; see `write_adapter`.
+        is_named: whether the file's tensors have the names that PEFT looks for; it passes over all
+            others (without a prefix, with an adapter's name) in silence.
     """
 
     path: Path
@@ -76,6 +78,7 @@ class AdapterInfo:
     modules: Mapping[str, ModuleInfo]
     nbytes: int
     carried: Mapping[str, Any]
+    is_named: bool
 
     def digest(self) -> str:
         """ "sha256:<hex>" over both files as they are now. Raises CheckpointError."""
@@ -169,7 +172,7 @@ def open_adapter(folder: str | Path) -> AdapterFolder:
         CheckpointError: files are missing, damaged or lead elsewhere; or the adapter is more than
             plain LoRA, named with the remedy.
     """
-    folder = Path(folder).expanduser()
+    folder = Path(os.path.expanduser(folder))
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder: give the one that PEFT wrote")
     config = read_adapter_config(_file(folder, CONFIG_NAME))
@@ -187,6 +190,7 @@ def open_adapter(folder: str | Path) -> AdapterFolder:
         ),
         nbytes=found.st_size,
         carried=MappingProxyType(dict(config.carried)),
+        is_named=all(unit.is_named for unit in units),
     )
     return AdapterFolder(info, units, slots, _stamp(found))
 

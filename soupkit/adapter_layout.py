@@ -118,12 +118,29 @@ class Unit:
             return (self.module,)
         return tuple(f"{self.module}[{expert}]" for expert in range(self.experts))
 
+    @property
+    def is_named(self) -> bool:
+        """Whether the file names both as PEFT does."""
+        return (self.a, self.b) == stored_names(self.kind, self.module)
+
+
+def stored_names(kind: ModuleKind, module: str) -> tuple[str, str]:
+    """PEFT's names of A and B in the file."""
+    part, ending = ("lora_embedding", "") if kind == "embedding" else ("lora", ".weight")
+    return f"{PREFIX}{module}.{part}_A{ending}", f"{PREFIX}{module}.{part}_B{ending}"
+
 
 def owner_of(module: str) -> str:
     """The module that bare parameters belong to, without the ".base_layer" that number them."""
     while module.endswith(_BASE_LAYER):
         module = module.removesuffix(_BASE_LAYER)
     return module
+
+
+def is_module_name(name: str) -> bool:
+    """Whether a module may have this name; experts have numbers of ours, "up[3]", behind theirs."""
+    has_parts = all(name.split(".")) and not name.endswith("]")
+    return has_parts and ".lora_" not in name and canonical_name(name) == name
 
 
 def units_of(config: AdapterConfig, specs: Mapping[str, TensorSpec]) -> tuple[Unit, ...]:
@@ -148,6 +165,10 @@ def units_of(config: AdapterConfig, specs: Mapping[str, TensorSpec]) -> tuple[Un
         if side in sides:
             raise ValueError(f"{sides[side]} and {stored} are one tensor's two names: remove one")
         sides[side] = stored
+    for module, is_embedding in parts:
+        if not is_module_name(module):
+            stored = next(iter(parts[module, is_embedding].values()))
+            raise ValueError(f"{stored!r} names no module that a base can have: save it anew")
     if not parts:
         raise ValueError("holds no tensor: an empty adapter cannot be merged; train it first")
     for module, is_embedding in parts:

@@ -2,8 +2,10 @@
 
     delta = (scale b) a;    up = scale b,  down = a,  both float32
 
-Linear layers and embeddings; what else an adapter may hold (convolutions, single experts) is
-refused by name. Not here: files of a bundle, and whether the base has the modules.
+Linear layers and embeddings, each by itself: PEFT computes the delta of an embedding beside the
+weight, so a head that the base ties to it does not change. What else an adapter may hold
+(convolutions, single experts) is refused by name. Not here: files of a bundle, and whether the base
+has the modules.
 """
 
 from soupkit.adapter_folder import AdapterFolder, AdapterInfo, ModuleInfo
@@ -25,7 +27,7 @@ def adapter_manifest(
         BundleError: a module that has no place in a variant.
     """
     entries = tuple(_entry(info, module, found) for module, found in info.modules.items())
-    return Manifest(name, base_fingerprint, digest, entries)
+    return Manifest(name, base_fingerprint, digest, entries, per_module=True)
 
 
 def load_adapter(adapter: AdapterFolder, manifest: Manifest) -> LoadedVariant:

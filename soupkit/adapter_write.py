@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from soupkit.adapter_config import CARRIED, CONFIG_NAME, WEIGHTS_NAME, plain_config
-from soupkit.adapter_layout import PREFIX, Module, owner_of
-from soupkit.delta import canonical_name
+from soupkit.adapter_layout import Module, is_module_name, owner_of, stored_names
 from soupkit.factored import Pair
 from soupkit.files import atomic_folder, atomic_write_json
 from soupkit.lora_kinds import expert_factors, factors_of
@@ -91,9 +90,12 @@ def _stacks(modules: Mapping[str, Module]) -> dict[str, list[Module]]:
         if (match is not None) != (module.kind == "expert"):
             raise ValueError(f"{name!r}: names of experts, and no other, end in a number: 'up[3]'")
         stored, number = (match[1], int(match[2])) if match else (name, 0)
-        if not all(stored.split(".")) or canonical_name(stored) != stored or ".lora_" in stored:
+        if not is_module_name(stored):
             raise ValueError(f"{name!r} is no name of a module: use the base model's own")
-        numbered.setdefault(stored, {})[number] = module
+        experts = numbered.setdefault(stored, {})
+        if number in experts:
+            raise ValueError(f"{stored!r} is given both as a module and as experts")
+        experts[number] = module
     for stored, found in numbered.items():
         shapes = {module.pair.shape for module in found.values()}
         if len(shapes) > 1 or sorted(found) != list(range(len(found))):
@@ -147,6 +149,4 @@ def _stored(
         a, b = expert_factors(pairs)
     else:
         a, b = factors_of(kind, pairs[0], kernel=stack[0].kernel)
-    part, ending = ("lora_embedding", "") if kind == "embedding" else ("lora", ".weight")
-    yield f"{PREFIX}{name}.{part}_A{ending}", a
-    yield f"{PREFIX}{name}.{part}_B{ending}", b
+    yield from zip(stored_names(kind, name), (a, b), strict=True)

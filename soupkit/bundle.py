@@ -11,7 +11,8 @@ soupkit.export writes variants; soupkit.family keeps several.
 """
 
 import math
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -152,15 +153,25 @@ class Variant:
         digest = self._checked(digest_of(hashes)) if check else self.manifest.digest
         for name in sorted(infinite):
             raise BundleError(self._not_finite(name))
-        deltas: dict[str, Delta] = {}
-        raw: dict[str, Tensor] = {}
-        for entry in self.manifest.tensors:
-            name = entry.name
-            if entry.kind == "delta":
-                deltas[name] = self._delta(name, tensors.__getitem__)
-            elif entry.kind == "raw":
-                raw[name] = tensors[f"{name}.raw"]
-        return LoadedVariant(deltas, raw, digest, self.nbytes, self.manifest)
+        return self._loaded(tensors, digest)
+
+    def mapped(self) -> LoadedVariant:
+        """All tensors as private views of the mapped file: nothing is read now or checked, and all
+        stays readable when the file is removed, but not when it is cut: for a copy that was
+        checked and that nobody else writes.
+
+        Raises:
+            BundleError: the file cannot be mapped.
+        """
+        path = self.path / WEIGHTS_NAME
+        start = min((slot.start for slot in self._slots.values()), default=0)
+        tensors: dict[str, Tensor] = {}
+        with _faults_of(path), open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            whole = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[start:]
+            for name, slot in self._slots.items():
+                tensors[name] = typed(whole[slot.start - start : slot.stop - start], slot.spec)
+        return self._loaded(tensors, self.manifest.digest)
 
     def check_digest(self) -> None:
         """Compare the content digest with the manifest's, holding a piece a thread at most.
@@ -203,6 +214,17 @@ class Variant:
         with _faults_of(path), open_regular(path) as file:
             sha, all_finite = read_checked(file.fileno(), slot)
         return (name, dtype_name(slot.spec.dtype), slot.spec.shape, sha), all_finite
+
+    def _loaded(self, tensors: Mapping[str, Tensor], digest: str) -> LoadedVariant:
+        deltas: dict[str, Delta] = {}
+        raw: dict[str, Tensor] = {}
+        for entry in self.manifest.tensors:
+            name = entry.name
+            if entry.kind == "delta":
+                deltas[name] = self._delta(name, tensors.__getitem__)
+            elif entry.kind == "raw":
+                raw[name] = tensors[f"{name}.raw"]
+        return LoadedVariant(deltas, raw, digest, self.nbytes, self.manifest)
 
     def _checked(self, digest: str) -> str:
         """`digest` if it is the manifest's; BundleError otherwise."""

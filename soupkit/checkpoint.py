@@ -161,7 +161,7 @@ def open_checkpoint(path_or_hub_id: str | Path, revision: str | None = None) -> 
     source = str(path_or_hub_id)
     if not source:
         raise ValueError("an empty path is no model: give a folder or a hub id")
-    folder = Path(path_or_hub_id).expanduser()
+    folder = Path(os.path.expanduser(path_or_hub_id))
     if folder.is_dir():
         folder = folder.resolve()
         source = str(folder)

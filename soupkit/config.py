@@ -111,8 +111,9 @@ class SoupConfig:
             monosoup the R of its variance variant. One of rank and energy.
         weight: share of the partner in the merge, in (0, 1); the run's own weights have 1 - weight.
         feed_back: False: a side soup. Training goes on as if there were no merges, and ends with
-            the soup if that scores at least as well as the run itself. True: training goes on from
-            the merged weights; no gate can then tell how it would have ended without.
+            the soup if that scores better than the run itself by two standard errors of the gate's
+            batches. True: training goes on from the merged weights; no gate can then tell how it
+            would have ended without.
         gate: "metric": a merge is kept only if it scores at least as well as the weights before it.
         gate_batches: evaluation batches that the gate scores.
         metric_for_best: name of the metric that chooses the partner; None is no choice.

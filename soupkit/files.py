@@ -19,6 +19,7 @@ import os
 import shutil
 import stat
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 from soupkit.errors import CheckpointError
 
 PENDING_PREFIX = ".pending-"
+_LOOK_SECONDS = 0.1  # how often a lock is looked at that may be given up
 MAX_JSON_BYTES = 256 * 2**20
 
 
@@ -184,14 +186,31 @@ def open_regular(path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive flock on the lock file `path` (made if absent); waits for other holders."""
+def locked(path: Path, *, give_up: threading.Event | None = None) -> Iterator[None]:
+    """Hold an exclusive flock on the lock file `path` (made if absent); waits for other holders.
+
+    Raises:
+        InterruptedError: `give_up` was set while it waited. OSError: the file cannot be opened.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if give_up is None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        else:
+            while not _try_lock(descriptor):
+                if give_up.wait(_LOOK_SECONDS):
+                    raise InterruptedError(errno.EINTR, "given up waiting for the lock", str(path))
         yield
     finally:
         os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def make_pending_folder(parent: Path) -> tuple[Path, int]:

@@ -135,6 +135,8 @@ class Manifest:
         companions: file name -> "sha256:<hex>". history: merges of the run, oldest first. metrics:
             of the run at its end. versions: of the packages that wrote it.
         budget: of an export under one, see soupkit.budget.Plan.to_json.
+        per_module: a delta acts in its own module alone, also where the base ties its weight to
+            another's, as LoRA does; never so in a file.
     """
 
     name: str
@@ -146,6 +148,7 @@ class Manifest:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     budget: Mapping[str, Any] = field(default_factory=dict)
+    per_module: bool = False
 
     def entries(self) -> dict[str, TensorEntry]:
         """The entries by parameter name."""

@@ -29,7 +29,7 @@ from soupkit.config import check_choice
 from soupkit.delta import is_embedding, layout
 from soupkit.errors import MergeError
 from soupkit.factored import Pair, span
-from soupkit.numeric import check_finite, full_precision, squared_norm
+from soupkit.numeric import check_finite, full_precision
 from soupkit.solvers import exact
 
 Cut = Literal["block", "two_sided"]
@@ -139,23 +139,15 @@ def _directions(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (unit, values, vectors) if is_tall else (vectors, values, unit)
 
 
-def fold_pairs(name: str, held: Pair, delta: Pair, rule: OpcmRule) -> Pair:
+def fold_core(name: str, held: Pair, delta: Pair, rule: OpcmRule) -> tuple[Tensor, Tensor, Tensor]:
     """`fold` of factored deltas, no dense matrix; O((m + n) (sum of ranks)^2). A convolution, seen
     as a matrix [out, in * kernel], is projected too.
 
     Returns:
-        A_t as float64 factors of scale 1, whose rank is at most the sum of both; nothing is cut.
+        (Q_b [m, p], core [p, q], Q_a [n, q]): A_t = Q_b core Q_a^T, float64, Q with orthonormal
+        columns; its rank is at most the sum of both, nothing is cut.
     Raises:
         MergeError: an entry is not finite, or the shapes differ.
-    """
-    basis_b, core, basis_a = fold_core(name, held, delta, rule)
-    with full_precision(basis_b):
-        return Pair(a=basis_a.T, b=basis_b @ core.to(basis_b.device), scale=1.0)
-
-
-def fold_core(name: str, held: Pair, delta: Pair, rule: OpcmRule) -> tuple[Tensor, Tensor, Tensor]:
-    """`fold_pairs` as (Q_b [m, p], core [p, q], Q_a [n, q]): A_t = Q_b core Q_a^T, float64, Q with
-    orthonormal columns. Raises MergeError as it does.
     """
     if held.shape != delta.shape:
         raise MergeError(
@@ -190,17 +182,3 @@ def rescaling(norms: Sequence[float], energy: float) -> float:
     """
     mean = math.fsum(norms) / len(norms)
     return mean / math.sqrt(energy) if energy else 1.0
-
-
-def opcm(name: str, deltas: Sequence[Tensor], rule: OpcmRule) -> tuple[Tensor, tuple[float, ...]]:
-    """A_T of one parameter, and the squared norms of its deltas, in their order.
-
-    Raises:
-        ValueError: no deltas. MergeError: as `fold`.
-    """
-    if not deltas:
-        raise ValueError(f"{name}: no deltas to merge; give at least one")
-    held = fold(name, torch.zeros_like(deltas[0]), deltas[0], rule)
-    for delta in deltas[1:]:
-        held = fold(name, held, delta, rule)
-    return held, tuple(map(squared_norm, deltas))

@@ -12,10 +12,10 @@ the budget while a change is made. Not here: the arithmetic, and serving.
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import math
 import os
-import shutil
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -25,22 +25,18 @@ from typing import Any
 from soupkit.adapter_folder import AdapterFolder, open_adapter
 from soupkit.config import check_count, check_variant_name
 from soupkit.errors import PoolError
-from soupkit.files import (
-    atomic_folder,
-    atomic_write_json,
-    fsync_path,
-    fsync_tree,
-    hold_folder,
-    locked,
-    make_pending_folder,
-    naming,
-    remove_dead_pending,
-)
+from soupkit.files import atomic_folder, atomic_write_json, fsync_path, fsync_tree, locked
 from soupkit.kmerge import PoolRule
-from soupkit.pool_admission import check_against_base, check_base, check_modules, with_rule
+from soupkit.pool_admission import (
+    check_against_base,
+    check_base,
+    check_modules,
+    check_range,
+    with_rule,
+)
+from soupkit.pool_folders import LOCK_NAME, clean, held, staging_in, write_empty
 from soupkit.pool_manifest import (
     POOL_NAME,
-    SLOT_FOLDER,
     SLOTS_NAME,
     Admission,
     Manifest,
@@ -48,9 +44,7 @@ from soupkit.pool_manifest import (
     read_manifest,
 )
 from soupkit.pool_place import Quality, find_place, score_of
-from soupkit.pool_slots import Candidate, Incoming, open_slot
-
-LOCK_NAME = ".lock"
+from soupkit.pool_slots import Candidate, Incoming, as_peft_names, damaged, open_slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +80,17 @@ class PoolReport:
 class AdapterPool:
     """A pool at a folder. Every property and method looks at the disk; nothing is kept."""
 
-    def __init__(self, folder: str | Path) -> None:
-        """Of the pool at `folder`; use `open` or `create`."""
-        self.folder = Path(folder).expanduser().absolute()
+    def __init__(self, folder: str | Path, *, give_up: threading.Event | None = None) -> None:
+        """Of the pool at `folder`; use `open` or `create`. give_up: once it is set, writers that
+        wait for others raise InterruptedError.
+        """
+        self._give_up = give_up
+        self.folder = Path(os.path.expanduser(folder)).absolute()
 
     @classmethod
-    def open(cls, folder: str | Path) -> AdapterPool:
+    def open(cls, folder: str | Path, *, give_up: threading.Event | None = None) -> AdapterPool:
         """The pool at `folder`. Raises PoolError: there is none, or it is damaged."""
-        pool = cls(folder)
+        pool = cls(folder, give_up=give_up)
         pool.read()
         return pool
 
@@ -106,7 +103,7 @@ class AdapterPool:
         """
         pool = cls(folder)
         with atomic_folder(pool.folder) as staging:
-            _write_empty(staging, rule)
+            write_empty(staging, rule)
         return pool
 
     @classmethod
@@ -125,9 +122,16 @@ class AdapterPool:
         pool = cls(folder)
         if (pool.folder / POOL_NAME).exists():
             return pool.add(adapter, rule=rule, **options)
-        with atomic_folder(pool.folder) as staging:
-            _write_empty(staging, PoolRule(**rule))
-            report = cls(staging).add(adapter, **options)
+        try:
+            with atomic_folder(pool.folder) as staging:
+                write_empty(staging, PoolRule(**rule))
+                report = cls(staging).add(adapter, **options)
+        except OSError as error:
+            is_taken = isinstance(error, FileExistsError) or error.errno == errno.ENOTEMPTY
+            if not (is_taken and (pool.folder / POOL_NAME).exists()):
+                raise
+            # Another process has made it since.
+            return pool.add(adapter, rule=rule, **options)
         return replace(report, path=pool.folder / report.path.relative_to(staging))
 
     def read(self) -> Manifest:
@@ -155,19 +159,20 @@ class AdapterPool:
 
     @contextlib.contextmanager
     def reading(self, task: str) -> Iterator[Path]:
-        """`resolve`, and the folder stays as it is until the block ends, whatever writers do."""
+        """`resolve`, and the folder stays as it is until the block ends, whatever writers do.
+
+        Raises:
+            PoolError: no slot serves it, or its folder is gone. OSError: it cannot be opened.
+        """
         while True:
-            path = self.resolve(task)
-            # Replaced between the two lines? Then pool.json names another one by now.
-            with contextlib.suppress(FileNotFoundError):
-                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_SH)
-                    if path.exists():
-                        yield path
-                        return
-                finally:
-                    os.close(descriptor)
+            slot = self.read().slot_of(task)
+            with held(self._path(slot)) as is_there:
+                if is_there:
+                    yield self._path(slot)
+                    return
+            # Replaced meanwhile? Then pool.json names another one by now.
+            if self.read().slot_of(task).folder == slot.folder:
+                raise damaged(slot, f"{self._path(slot)} is gone")
 
     def add(
         self,
@@ -193,11 +198,13 @@ class AdapterPool:
         """
         started = time.perf_counter()
         source = open_adapter(adapter)
-        name = check_variant_name(source.info.path.resolve().name if task is None else task, "task")
+        # As the caller spells it, also where that is a link.
+        own = os.path.basename(os.path.abspath(source.info.path))
+        name = check_variant_name(own if task is None else task, "task")
         with self._writing() as manifest:
             manifest = with_rule(manifest, rule or {})
-            incoming, opened = self._admitted(manifest, source, name, quality)
-            with self._staging() as staging:
+            with staging_in(self.folder) as staging:
+                incoming, opened = self._admitted(manifest, source, name, quality, staging)
                 place = find_place(manifest, opened, incoming, staging=staging, quality=quality)
                 gone = [slot for slot in manifest.slots if slot.number in place.decision.evicted]
                 kept = tuple(slot for slot in manifest.slots if slot not in gone)
@@ -268,7 +275,12 @@ class AdapterPool:
         return self.folder / SLOTS_NAME / slot.folder
 
     def _admitted(
-        self, manifest: Manifest, source: AdapterFolder, task: str, quality: Quality | None
+        self,
+        manifest: Manifest,
+        source: AdapterFolder,
+        task: str,
+        quality: Quality | None,
+        staging: Path,
     ) -> tuple[Incoming, dict[int, AdapterFolder]]:
         """The adapter, read, and the opened slots, if it may come in."""
         if (quality is None) != (manifest.rule.gate_quality is None):
@@ -285,28 +297,19 @@ class AdapterPool:
         opened = {slot.number: open_slot(self.folder, slot) for slot in manifest.slots}
         check_modules(source.info, [slot.info for slot in opened.values()])
         check_against_base(source.info)
+        origin, source = source.info.path, as_peft_names(source, staging / "renamed")
         modules = source.load()
+        check_range(source.info, modules)
         score = None if quality is None else score_of(quality, source.info.path, task)
-        return Incoming(source, modules, Admission(task, score=score), base), opened
+        return Incoming(origin, source, modules, Admission(task, score=score), base), opened
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[Manifest]:
         """Hold the lock, on what writers that died left clean."""
         self.read()  # Where there is no pool, no lock file is made either.
-        with locked(self.folder / LOCK_NAME):
-            self._clean()
+        with locked(self.folder / LOCK_NAME, give_up=self._give_up):
+            clean(self.folder, self.slots)
             yield self.read()
-
-    @contextlib.contextmanager
-    def _staging(self) -> Iterator[Path]:
-        """A hidden folder inside the pool that vanishes in the end."""
-        folder, descriptor = make_pending_folder(self.folder / SLOTS_NAME)
-        try:
-            with naming(self.folder):
-                yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(descriptor)
 
     def _switch(self, after: Manifest, made: Candidate | None = None) -> None:
         """Move a slot to its place and replace pool.json."""
@@ -320,24 +323,4 @@ class AdapterPool:
         finally:
             # Removes what the slot was, or what it would have become; else the next writer does.
             with contextlib.suppress(OSError):
-                self._clean()
-
-    def _clean(self) -> None:
-        """Remove folders that pool.json does not list and nobody reads. The caller has the lock."""
-        remove_dead_pending(self.folder)
-        remove_dead_pending(self.folder / SLOTS_NAME)
-        listed = {slot.folder for slot in self.slots}
-        for folder in (self.folder / SLOTS_NAME).iterdir():
-            is_slot = SLOT_FOLDER.fullmatch(folder.name) and not folder.is_symlink()
-            if not is_slot or folder.name in listed:
-                continue
-            descriptor = hold_folder(folder)
-            if descriptor is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.close(descriptor)
-
-
-def _write_empty(folder: Path, rule: PoolRule) -> None:
-    (folder / SLOTS_NAME).mkdir()
-    (folder / LOCK_NAME).touch()
-    atomic_write_json(folder / POOL_NAME, Manifest(rule).to_json())
+                clean(self.folder, self.slots)

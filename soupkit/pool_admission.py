@@ -2,22 +2,24 @@
 base has.
 
 Bases are compared by the name that the adapters' configs give, and by the folder where that is one
-here; then a module's shape is compared with it, and a module is refused whose last name no
-parameter of the base has; modules may be named otherwise there than in the running model, so no
-more is asked. And whether a pool may take another rule. Not here: values.
+here, or a hub's model of which there is a copy. Then a module's shape is compared with it, and a
+module is refused whose last name no parameter of the base has; modules may be named otherwise there
+than in the running model, so no more is asked. And whether a pool may take another rule. Not here:
+values.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from soupkit.adapter_folder import AdapterInfo, ModuleInfo
-from soupkit.checkpoint import Checkpoint, open_checkpoint
-from soupkit.errors import CheckpointError, PoolError
+from soupkit.adapter_folder import AdapterInfo, Module, ModuleInfo
+from soupkit.checkpoint import Checkpoint, checkpoint_fingerprint, open_checkpoint
+from soupkit.errors import CheckpointError, MergeError, PoolError, SoupkitError
 from soupkit.pool_manifest import Manifest, PoolBase
 
 
@@ -61,26 +63,89 @@ def check_same_base(manifest: Manifest, base: PoolBase, name: str) -> None:
         )
 
 
+def is_of_base(base: PoolBase, opened: Checkpoint, *, name: str, fingerprint: str) -> bool | None:
+    """Whether adapters of `base` are of a checkpoint that is here; None: nothing here tells.
+
+    Args:
+        name: that the checkpoint has beside its own. fingerprint: of its weights.
+    """
+    if base.name in (name, opened.source):
+        return True
+    folder = _base_folder(base)
+    if folder is None:
+        return None
+    try:
+        return folder.samefile(opened.path) or (
+            checkpoint_fingerprint(open_checkpoint(folder)) == fingerprint
+        )
+    except (SoupkitError, OSError):
+        return None
+
+
+def _base_folder(base: PoolBase) -> Path | None:
+    """The folder here with that base's weights: its name, or the copy of a hub's model."""
+    if (folder := _folder(base.name)) is not None:
+        return folder
+    from huggingface_hub import try_to_load_from_cache  # which fetches nothing
+
+    try:
+        found = try_to_load_from_cache(base.name, "config.json", revision=base.revision)
+    except (OSError, ValueError):  # no name that a hub has
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def _is_one_folder(base: PoolBase, ours: PoolBase) -> bool:
     """Whether both name one folder here, one from where we are and the other from the root, say."""
-    folders = [Path(one.name).expanduser() for one in (base, ours)]
-    if base.revision != ours.revision or not all(folder.is_dir() for folder in folders):
+    first, second = _folder(base.name), _folder(ours.name)
+    if base.revision != ours.revision or first is None or second is None:
         return False
-    return folders[0].samefile(folders[1])
+    return first.samefile(second)
+
+
+def _folder(name: str) -> Path | None:
+    """The folder here of that name; a name may be any text."""
+    try:
+        folder = Path(os.path.expanduser(name))
+        return folder if folder.is_dir() else None
+    except (OSError, ValueError):  # too long, a zero byte
+        return None
 
 
 def _told(base: PoolBase) -> str:
     return base.name if base.revision is None else f"{base.name} at {base.revision}"
 
 
+def check_range(info: AdapterInfo, modules: Mapping[str, Module]) -> None:
+    """Raise MergeError where an adapter's deltas are beyond float32, in which they are merged and
+    served: one of huge lora_alpha would spoil a slot for all.
+    """
+    for name, module in modules.items():
+        scaled = module.pair.b.float() * module.pair.scale
+        if not (scaled.isfinite().all() and module.pair.a.float().isfinite().all()):
+            raise MergeError(
+                f"{info.path}: the delta of {name} is beyond the range of float32: correct its "
+                "lora_alpha, or train it anew"
+            )
+
+
 def check_modules(info: AdapterInfo, held: Iterable[AdapterInfo]) -> None:
     """Check an adapter against those of the pool, by their headers.
 
     Raises:
-        PoolError: a module has another kind or shape there, or bare parameters are numbered
-            otherwise.
+        PoolError: a module has another kind, shape or number of experts there, or bare parameters
+            are numbered otherwise.
     """
+    counts = _experts(info)
     for other in held:
+        theirs_of = _experts(other)
+        for name in counts.keys() & theirs_of.keys():
+            if counts[name] != theirs_of[name]:
+                raise PoolError(
+                    f"{info.path}: {name} has {counts[name]} experts, in the pool "
+                    f"{theirs_of[name]} (0: it is adapted as a module): it is an adapter of "
+                    "another base"
+                )
         for name in info.modules.keys() & other.modules.keys():
             ours, theirs = info.modules[name], other.modules[name]
             if (ours.kind, ours.shape, ours.kernel) != (theirs.kind, theirs.shape, theirs.kernel):
@@ -96,14 +161,24 @@ def check_modules(info: AdapterInfo, held: Iterable[AdapterInfo]) -> None:
             )
 
 
+def _experts(info: AdapterInfo) -> dict[str, int]:
+    """How many experts each bare parameter has, 0 for a module, by the name it is stored under."""
+    found: dict[str, int] = {}
+    for name, module in info.modules.items():
+        is_expert = module.kind == "expert"
+        stored = name.rpartition("[")[0] if is_expert else name
+        found[stored] = found.get(stored, 0) + is_expert
+    return found
+
+
 def check_against_base(info: AdapterInfo) -> None:
     """Check the modules against the base's weights, where its name is a folder here.
 
     Raises:
         PoolError: the base has no such module, or its weight another shape.
     """
-    folder = Path(info.base or "").expanduser()
-    if not (folder / "config.json").is_file():
+    folder = _base_folder(base_of(info))
+    if folder is None or not (folder / "config.json").is_file():
         return
     try:
         base = open_checkpoint(folder)

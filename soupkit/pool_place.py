@@ -71,7 +71,7 @@ def find_place(
             return Place(decision, found)
         decision = decide(rule, views, nbytes, rejected=found)
     if decision.action == "refuse":
-        raise PoolError(f"{incoming.source.info.path}: {decision.reason}")
+        raise PoolError(f"{incoming.origin}: {decision.reason}")
     taken = {view.number for view in views} - set(decision.evicted)
     number = min(set(range(len(taken) + 1)) - taken)
     change = manifest.changes + 1

@@ -56,8 +56,9 @@ class LazyPairs(Mapping[str, Pair]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Incoming:
-    """An adapter that comes, and its modules in memory."""
+    """An adapter that comes, and its modules in memory; `origin`: the folder the caller gave."""
 
+    origin: Path
     source: AdapterFolder
     modules: Mapping[str, Module]
     admission: Admission
@@ -78,6 +79,18 @@ class Candidate:
     rank: int
 
 
+def as_peft_names(source: AdapterFolder, out: Path) -> AdapterFolder:
+    """The adapter, or one like it in the new folder `out` if PEFT would not find its tensors: a
+    slot is a folder that PEFT loads. Raises as `load` and write_adapter do.
+    """
+    info = source.info
+    if info.is_named:
+        return source
+    carried = dict(info.carried)
+    write_adapter(out, source.load(), base=info.base, revision=info.revision, carried=carried)
+    return open_adapter(out)
+
+
 def open_slot(pool: Path, entry: SlotEntry) -> AdapterFolder:
     """Open the folder of a slot.
 
@@ -87,7 +100,7 @@ def open_slot(pool: Path, entry: SlotEntry) -> AdapterFolder:
     try:
         return open_adapter(pool / SLOTS_NAME / entry.folder)
     except CheckpointError as error:
-        raise _damaged(entry, error) from error
+        raise damaged(entry, error) from error
 
 
 def check_slot(entry: SlotEntry, slot: AdapterFolder) -> None:
@@ -95,12 +108,13 @@ def check_slot(entry: SlotEntry, slot: AdapterFolder) -> None:
     try:
         digest = slot.info.digest()
     except CheckpointError as error:
-        raise _damaged(entry, error) from error
+        raise damaged(entry, error) from error
     if digest != entry.digest:
-        raise _damaged(entry, f"{slot.info.path} is not what was written there")
+        raise damaged(entry, f"{slot.info.path} is not what was written there")
 
 
-def _damaged(entry: SlotEntry, error: object) -> PoolError:
+def damaged(entry: SlotEntry, error: object) -> PoolError:
+    """The error that a slot's files are not what pool.json says."""
     return PoolError(
         f"slot {entry.number} is damaged: {error}; remove its tasks ({', '.join(entry.tasks)}) and "
         "add them again"

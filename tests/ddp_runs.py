@@ -25,6 +25,7 @@ from soupkit import ExportConfig, SoupConfig
 from soupkit.errors import TrainingError
 from soupkit.training import Soup, SoupCallback
 from soupkit.training.ranks import Ranks
+from soupkit.training.weights import strategy_name
 
 CONFIG = SoupConfig(merge_every_n_steps=2, rank=3, feed_back=True)
 
@@ -68,6 +69,7 @@ def plain_loop(base: Path, folder: Path) -> dict:
         torch.save(weights_of(inner), folder / "weights.pt")
     soup.finish()
     return {
+        "named": [strategy_name(layer) for layer in (model, torch.compile(model), inner)],
         "equal": all(equal),
         "different_data": gathered(seen)[0] != gathered(seen)[1],
         "reports": [[r.accepted, r.metric_current, r.metric_merged] for r in soup.reports],

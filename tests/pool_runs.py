@@ -6,7 +6,6 @@
 KIND: DDP, or a strategy of sharded_frameworks.py. Each part asserts the strategy that it means.
 """
 
-import gc
 import json
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from ddp_runs import gathered
 from peft import LoraConfig, get_peft_model
+from sharded_strategies import leave
 from soup_runs import load, make_trainer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -84,4 +84,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # ends gloo's threads, as in recipes/sft.py
+    leave()

@@ -19,6 +19,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -67,8 +69,14 @@ def make_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_base(folder: Path, *, kind: str = "llama", tied: bool = True, seed: int = 0) -> Path:
-    """A random model whose greedy texts are varied, saved with its tokenizer."""
+def make_base(
+    folder: Path, *, kind: str = "llama", tied: bool = True, seed: int = 0, **changes: Any
+) -> Path:
+    """A random model whose greedy texts are varied, saved with its tokenizer.
+
+    Args:
+        kind: "llama", "qwen2" or "qwen3" (with biases). changes: of its config.
+    """
     tokenizer = make_tokenizer()
     settings: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -84,12 +92,14 @@ def make_base(folder: Path, *, kind: str = "llama", tied: bool = True, seed: int
         "bos_token_id": 0,
         "eos_token_id": 1,
         "pad_token_id": 1,
-    }
+    } | changes
     torch.manual_seed(seed)
     if kind == "llama":
         model = LlamaForCausalLM(LlamaConfig(**settings))
+    elif kind == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**settings))
     else:
-        model = Qwen3ForCausalLM(Qwen3Config(**settings, attention_bias=True))
+        model = Qwen3ForCausalLM(Qwen3Config(**({"attention_bias": True} | settings)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
@@ -132,10 +142,15 @@ def add_to_family(
 
 
 def make_family(
-    root: Path, *, kind: str = "llama", tied: bool = True, names: Iterable[str] = tuple(VARIANTS)
+    root: Path,
+    *,
+    kind: str = "llama",
+    tied: bool = True,
+    names: Iterable[str] = tuple(VARIANTS),
+    **changes: Any,
 ) -> Path:
-    """root/base and root/family with the named variants; returns root."""
-    make_base(root / "base", kind=kind, tied=tied)
+    """root/base and root/family with the named variants; returns root. See `make_base`."""
+    make_base(root / "base", kind=kind, tied=tied, **changes)
     for seed, name in enumerate(names, start=1):
         moved, encoding = VARIANTS[name]
         add_to_family(root, name, moved, encoding=encoding, seed=seed)

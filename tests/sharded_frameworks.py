@@ -34,7 +34,7 @@ from sharded_loops import (
     skipping_part,
 )
 from sharded_runs import same_bits
-from sharded_strategies import CUT, DeepSpeed, Fsdp2, adapted, without_compiler
+from sharded_strategies import CUT, DeepSpeed, Fsdp2, adapted, leave, without_compiler
 from soup_runs import load, make_trainer, rows
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
@@ -345,4 +345,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # ends gloo's threads, as in recipes/sft.py
+    leave()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from sharded_strategies import MODELS, STRATEGIES, Plain, odd_llama, without_compiler
+from sharded_strategies import MODELS, STRATEGIES, Plain, leave, odd_llama, without_compiler
 from soup_runs import rows
 
 from soupkit import ExportConfig, SoupConfig
@@ -237,4 +237,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # ends gloo's threads, as in recipes/sft.py
+    leave()

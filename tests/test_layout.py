@@ -21,6 +21,7 @@ LAYER = {
     "kmerge": 1, "slot_merge": 1, "placement": 1,
     "headroom": 1, "node": 1, "node_times": 1, "node_plan": 1, "design_figures": 1,
     "pool": 2, "pool_manifest": 2, "pool_admission": 2, "pool_slots": 2, "pool_place": 2,
+    "pool_folders": 2,
     "checkpoint": 2, "files": 2, "bundle": 2, "adapters": 2, "export": 2, "restore": 2,
     "offline": 2, "verify": 2, "tracking": 2, "tensorfile": 2, "fingerprint": 2, "companions": 2,
     "shards": 2, "manifest": 2, "blocks": 2, "family": 2, "family_write": 2, "describe": 2,
@@ -54,6 +55,10 @@ ONLY_IN = {
     "ray": {"soupkit/serving/ray_app.py"},
     "uvicorn": {"soupkit/serving/listening.py"},
     "prometheus_client": {"soupkit/serving/metrics.py", "soupkit/serving/fleet_metrics.py"},
+    "vllm": {
+        "soupkit/serving/vllm_plugin.py",
+        *(f"soupkit/serving/vllm/{room}.py" for room in ("hooks", "model", "models", "worker")),
+    },
     "triton": {
         "kernels/soupkit_kernels/triton_linear.py",
         "kernels/soupkit_kernels/triton_weights.py",

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_opcm import in_turn
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -13,7 +14,7 @@ from soupkit.checkpoint import open_checkpoint
 from soupkit.cli import app
 from soupkit.errors import MergeError
 from soupkit.offline import REPORT_NAME, merge_checkpoints
-from soupkit.opcm import OpcmRule, is_projected, norm_of, opcm, rescaling
+from soupkit.opcm import OpcmRule, is_projected, norm_of, rescaling
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -40,7 +41,7 @@ def in_memory(base, checkpoints, rule):
         name: [weights(one)[name].double() - value for one in checkpoints]
         for name, value in start.items()
     }
-    found = {name: opcm(name, each, rule) for name, each in deltas.items()}
+    found = {name: in_turn(name, each, rule) for name, each in deltas.items()}
     norms = [norm_of([found[name][1][i] for name in start]) for i in range(len(checkpoints))]
     energy = math.fsum(float(total.square().sum()) for total, _ in found.values())
     scale = rescaling(norms, energy)
@@ -119,7 +120,9 @@ def test_scalars_experts_and_whole_numbers(tmp_path):
     found = weights(tmp_path / "out")
     floats = [name for name in start if name not in ("count", "none")]
     totals = {
-        name: opcm(name, [sources[key][name] - start[name] for key in ("one", "two")], OpcmRule())
+        name: in_turn(
+            name, [sources[key][name] - start[name] for key in ("one", "two")], OpcmRule()
+        )
         for name in floats
     }
     norms = [norm_of([totals[name][1][i] for name in floats]) for i in range(2)]

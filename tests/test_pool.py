@@ -209,6 +209,34 @@ def test_a_slot_of_every_kind_of_layer_changes_a_model_as_the_merged_deltas_say(
     )
 
 
+@pytest.mark.parametrize(
+    "renamed",
+    [
+        lambda name: name.removeprefix("base_model.model."),
+        lambda name: (
+            name.replace(".weight", ".default.weight")
+            if name.endswith(".weight")
+            else f"{name}.default"
+        ),
+        lambda name: name.replace("base_model.model.", "base_model.model._orig_mod."),
+    ],
+    ids=["no-prefix", "adapter-name", "wrapped"],
+)
+def test_a_slot_loads_in_peft_whatever_its_adapters_file_calls_its_tensors(tmp_path, renamed):
+    """PEFT passes over names that it does not look for, without a word."""
+    model = adapted(seed=1, parameters=PARAMETERS, r=2, lora_alpha=3, use_rslora=True)
+    folder = edit_config(saved(model, tmp_path / "t1"), base_model_name_or_path="zoo")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors = {renamed(name): tensor for name, tensor in tensors.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    pool = make_pool(tmp_path / "pool")
+    pool.add(folder)
+    got = deltas_of(PeftModel.from_pretrained(Zoo(), pool.resolve("t1")))
+    for name, delta in deltas_of(model).items():
+        torch.testing.assert_close(got[name], delta, rtol=1e-5, atol=1e-6)
+    check_pool(tmp_path / "pool")
+
+
 # ---- tasks, utility, gates, rules ----
 
 
@@ -382,9 +410,10 @@ def test_readers_and_writers_at_once(tmp_path):
 # ---- bad input: one line, and the pool as it was ----
 
 
-def edit_config(folder: Path, **fields) -> None:
+def edit_config(folder: Path, **fields) -> Path:
     path = folder / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    return folder
 
 
 def edit_tensors(folder: Path, change) -> None:
@@ -477,6 +506,25 @@ def test_modules_and_shapes_are_compared_with_a_base_that_is_here(tmp_path, base
     with pytest.raises(PoolError, match=r"up_proj changes a weight \(25, 44\).*\(44, 24\)"):
         pool.add(made("other", {"model.layers.0.mlp.up_proj": (25, 44)} | good))
     assert snapshot(tmp_path / "pool") == before
+
+
+def test_a_hub_base_is_looked_at_where_there_is_a_copy(tmp_path, base_folder, monkeypatch):
+    copy = tmp_path / "hub" / "models--org--model" / "snapshots" / "abc"
+    shutil.copytree(base_folder, copy)
+    refs = copy.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    pool = make_pool(tmp_path / "pool")
+    source = make_adapter(tmp_path / "t1", 1, base="org/model")
+    before = snapshot(tmp_path / "pool")
+    with pytest.raises(PoolError, match=r"its module m\.\w is unknown: .*abc has no parameter"):
+        pool.add(source)
+    assert snapshot(tmp_path / "pool") == before
+    # Another revision, or model, is not here.
+    for number, fields in enumerate(({"revision": "v2"}, {"base_model_name_or_path": "org/m"})):
+        other = AdapterPool.create(tmp_path / f"pool{number}", PoolRule(HUGE))
+        other.add(edit_config(shutil.copytree(source, tmp_path / f"other{number}"), **fields))
 
 
 def test_bare_parameters_that_are_numbered_otherwise_are_refused(tmp_path):
@@ -600,6 +648,153 @@ def test_any_fault_of_pool_json_is_one_line(tmp_path):
     check_pool(tmp_path / "pool")
 
 
+# ---- what people do to a pool's files ----
+
+
+def test_a_slot_that_somebody_removed_is_told_and_can_be_let_go(tmp_path):
+    """A reader must not look for it for ever."""
+    pool = make_pool(tmp_path / "pool", slots=2)
+    add_all(pool, tmp_path, (1, 2))
+    gone = pool.resolve("t1")
+    shutil.rmtree(gone)
+    for _ in range(2):  # removed, then something else in its place
+        told = r"slot 0 is damaged: .*slot-0\.1 is gone; remove its"
+        with pytest.raises(PoolError, match=told), pool.reading("t1"):
+            raise AssertionError
+        gone.write_text("")
+    with pool.reading("t2") as path:
+        assert deltas(path)
+    assert pool.remove("t1") == ()
+    add_all(pool, tmp_path, (3,))
+    check_pool(tmp_path / "pool")
+
+
+def test_tasks_of_a_pool_without_its_folder_of_slots_can_be_removed(tmp_path):
+    pool = make_pool(tmp_path / "pool")
+    add_all(pool, tmp_path, (1,))
+    shutil.rmtree(tmp_path / "pool" / "slots")
+    third = make_adapter(tmp_path / "t3", 3)
+    with pytest.raises(PoolError, match=r"remove its tasks \(t1\) and add them again"):
+        pool.add(third)
+    pool.remove("t1")
+    pool.add(third)
+    check_pool(tmp_path / "pool")
+
+
+def test_what_bears_a_slot_folders_name_is_removed_but_not_what_it_leads_to(tmp_path):
+    pool = make_pool(tmp_path / "pool")
+    add_all(pool, tmp_path, (1,))
+    before = snapshot(tmp_path / "t1")
+    (tmp_path / "pool" / "slots" / "slot-1.2").symlink_to(tmp_path / "t1")
+    (tmp_path / "pool" / "slots" / "slot-2.9").write_text("a file")
+    add_all(pool, tmp_path, (2,))
+    check_pool(tmp_path / "pool")
+    assert snapshot(tmp_path / "t1") == before
+
+
+def test_processes_that_make_one_pool_at_once_all_get_in(tmp_path, monkeypatch):
+    """The second finds no pool, and one there when its own is ready."""
+    first, second = (make_adapter(tmp_path / f"t{seed}", seed) for seed in (1, 2))
+    original = AdapterPool.add
+    calls = []
+
+    def add(self, adapter, **options):
+        calls.append(self.folder.name)
+        report = original(self, adapter, **options)
+        if len(calls) == 1:
+            AdapterPool.add_to(tmp_path / "pool", second, rule={"capacity_bytes": HUGE})
+        return report
+
+    monkeypatch.setattr(AdapterPool, "add", add)
+    report = AdapterPool.add_to(tmp_path / "pool", first, rule={"capacity_bytes": HUGE})
+    assert (report.slot, calls[-1]) == (1, "pool")
+    assert check_pool(tmp_path / "pool").tasks == {"t2": 0, "t1": 1}
+    assert {path.name for path in tmp_path.iterdir()} == {"t1", "t2", "pool"}
+
+
+def test_a_task_has_the_name_that_the_caller_gives_also_of_a_link(tmp_path, monkeypatch):
+    pool = make_pool(tmp_path / "pool")
+    run_folder = make_adapter(tmp_path / "checkpoint-300", 1)
+    (tmp_path / "sql").symlink_to(run_folder)
+    assert pool.add(tmp_path / "sql").task == "sql"
+    monkeypatch.chdir(run_folder)
+    assert pool.add(".").task == "checkpoint-300"
+
+
+# ---- adapters that would spoil a slot ----
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"scale": 1e300}, "is beyond the range of float32: correct its lora_alpha"),
+        ({"dtype": torch.float64, "size": 1e60}, "is beyond the range of float32"),
+    ],
+)
+def test_a_delta_beyond_float32_does_not_come_in(tmp_path, change, words):
+    """Alone it could be stored, and every merge into its slot would fail from then on."""
+    pool = make_pool(tmp_path / "pool", slots=1)
+    source = make_adapter(tmp_path / "t1", 1, names=("m.q",))
+    config = tmp_path / "t1" / "adapter_config.json"
+    if "scale" in change:
+        edit_config(source, lora_alpha=2 * change["scale"])
+    else:
+        tensors = load_file(source / "adapter_model.safetensors")
+        tensors = {name: tensor.double() * change["size"] for name, tensor in tensors.items()}
+        save_file(tensors, source / "adapter_model.safetensors")
+    assert config.exists()
+    before = snapshot(tmp_path / "pool")
+    with pytest.raises(MergeError, match=words):
+        pool.add(source)
+    assert snapshot(tmp_path / "pool") == before
+
+
+@pytest.mark.parametrize("name", ["m..q", "m.q[3]", "m.q[]", "m/../../q", "m.lora_q", "m.q."])
+def test_a_module_that_no_merge_could_write_does_not_come_in(tmp_path, name):
+    source = make_adapter(tmp_path / "t1", 1, names=("m.q",))
+    tensors = load_file(source / "adapter_model.safetensors")
+    tensors = {key.replace("m.q", name): tensor for key, tensor in tensors.items()}
+    save_file(tensors, source / "adapter_model.safetensors")
+    pool = make_pool(tmp_path / "pool")
+    with pytest.raises(CheckpointError, match="names no module that a base can have"):
+        pool.add(source)
+
+
+def test_another_number_of_experts_is_another_base(tmp_path):
+    from soupkit.adapter_folder import Module, write_adapter
+    from soupkit.factored import Pair
+
+    def made(name: str, count: int) -> Path:
+        kind = "expert" if count else "linear"
+        names = [f"mlp.experts[{i}]" for i in range(count)] or ["mlp.experts"]
+        pair = Pair(torch.ones(2, 5), torch.ones(4, 2), 1.0)
+        carried = {"target_parameters": ["mlp.experts.up"]} if count else {}
+        modules = {one: Module(kind, pair) for one in names}
+        return write_adapter(tmp_path / name, modules, base="moe", carried=carried)
+
+    for first, other in ((3, 4), (3, 0), (0, 1)):
+        pool = make_pool(tmp_path / f"pool{first}{other}", slots=1)
+        pool.add(made(f"a{first}{other}", first))
+        before = snapshot(pool.folder)
+        with pytest.raises(PoolError, match=f"has {other} experts, in the pool {first}"):
+            pool.add(made(f"b{first}{other}", other))
+        assert snapshot(pool.folder) == before
+    pair = Pair(torch.ones(2, 5), torch.ones(4, 2), 1.0)
+    both = {"up": Module("linear", pair), "up[0]": Module("expert", pair)}
+    with pytest.raises(ValueError, match="'up' is given both as a module and as experts"):
+        write_adapter(tmp_path / "both", both, base="moe", carried={"target_parameters": ["up"]})
+
+
+@pytest.mark.parametrize("base", ["x/" * 5000, "~nobody-of-that-name/base", "a\0b", "x\ny"])
+def test_a_bases_name_may_be_any_text(tmp_path, base):
+    pool = make_pool(tmp_path / "pool")
+    for seed in (1, 2):
+        edit_config(make_adapter(tmp_path / f"t{seed}", seed), base_model_name_or_path=base)
+        pool.add(tmp_path / f"t{seed}")
+    with pytest.raises(PoolError, match="give it a pool of its own"):
+        pool.add(make_adapter(tmp_path / "t3", 3))
+
+
 # ---- the command line ----
 
 
@@ -645,6 +840,9 @@ def test_the_commands(tmp_path):
     line = run("resolve", pool, "t3", code=1)
     assert line == f"soupkit: the pool has no task 't3'; it has: {', '.join(pool_tasks(pool))}\n"
     assert run("add", pool, tmp_path / "none", code=1).count("\n") == 1
+    nobody = "~nobody-of-that-name/pool"
+    assert run("list", nobody, code=1).endswith("`soupkit pool add` makes one\n")
+    assert run("add", pool, nobody, code=1).startswith(f"soupkit: {nobody}: no such folder")
     run("add", pool, tmp_path / "t3", "--merge", "slerp", code=2)
 
 

@@ -16,7 +16,13 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from serving_kit import WAIT, Oracle, add_to_family, make_base, metrics_of, wait_for
+
+from soupkit.errors import ServingError
+from soupkit.serving.front_app import run
+from soupkit.serving.pretrained import load_model
+from soupkit.serving.rank_process import Place, start_ranks
 
 NAMES = [f"v{i}" for i in range(12)]
 TOKENS = 24
@@ -220,3 +226,37 @@ def test_a_stop_answers_what_is_open_and_leaves_no_process(root: Path) -> None:
             assert [text for text in lines if text][-1] == "data: [DONE]", "an open one was cut"
         assert front.wait(WAIT) in (0, -signal.SIGTERM)
         assert not any(map(is_alive, replicas))
+
+
+@pytest.mark.slow
+def test_two_ranks_of_a_replica_answer_as_one_and_end_together_slice(root: Path) -> None:
+    names, oracle = [*NAMES[:3], "base"], Oracle(root, names=NAMES[:3])
+    expected = {(n, p): oracle(n, p, TOKENS) for n in names for p in PROMPTS[:2]}
+    with (
+        fleet(root, replicas=1, tensor_parallel=2, cache_bytes=8000) as (front, url),
+        Asker(url, expected) as asker,
+    ):
+        # Three variants in two slots of a rank's part each: all go, and come back.
+        for prompt in PROMPTS[:2]:
+            for number, name in enumerate(names):
+                asker(name, prompt, number % 2 == 0)
+        assert metrics_of(url)["soupkit_loads_total,0"] > 3
+        [replica] = children(front.pid)
+        [rank] = children(replica)
+        os.kill(rank, signal.SIGKILL)
+        wait_for(lambda: not is_alive(replica), "the replica ends with its rank")
+        asker("v0", PROMPTS[0], False)
+        [replica] = children(front.pid)
+        [rank] = children(replica)
+    # kill -9 of the front took its replica along.
+    wait_for(lambda: not is_alive(rank), "the rank ends with its replica")
+
+
+def test_what_ranks_cannot_share_is_refused_in_a_line(root: Path) -> None:
+    with pytest.raises(ServingError, match=r"--tensor-parallel 3: the base has 4 heads and 2 key"):
+        load_model(root / "base", device="cpu", dtype=torch.float32, tensor_parallel=3)
+    place = Place(0, 2, gpu=0)
+    with pytest.raises(ServingError, match="--device cuda:1 is one device"):
+        start_ranks({"device": "cuda:1"}, place)
+    with pytest.raises(ValueError, match="tensor_parallel=0"):
+        run(root / "family", replicas=1, tensor_parallel=0)

@@ -386,3 +386,30 @@ def test_r11_sv18_the_statistics_say_what_is_where_and_what_happened() -> None:
     assert (a.load_seconds, a.install_seconds) == (3.0, 0.5)
     assert a.rate > found["b"].rate > 0.0
     assert (found["b"].phase, found["b"].waiting) == (Phase.LOADING, 1)
+
+
+class Unwalked(dict):
+    """Variants that are looked up one by one only."""
+
+    def __iter__(self):
+        raise AssertionError("a walk over all variants")
+
+    def items(self):
+        return iter(self)
+
+    values = keys = items
+
+
+def test_no_event_of_a_request_walks_over_the_whole_family() -> None:
+    """Of thousands of variants a few are in use."""
+    router, fake, clock = make(host_bytes=40)
+    router._residency.variants = Unwalked(router._residency.variants)
+    tickets = ask(router, "a", "b", BASE_DIGEST)
+    fake.loads("a")
+    fake.settles()
+    clock.now += 1.0
+    router.tick()
+    for ticket in running(fake):
+        fake.ends(ticket)
+    assert not router.cancel(tickets[0])
+    assert router.cancel(tickets[1])

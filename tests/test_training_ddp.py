@@ -90,6 +90,8 @@ def test_ranks_with_different_weights_are_refused(ddp):
 def test_the_strategy_in_force_is_told_not_the_one_that_was_asked_for(ddp):
     """TB19."""
     assert ddp[0]["ignored_fsdp"] == {"said": "DDP", "is": True}
+    # Whoever takes a model out of its wrapper, or has none, is told what is seen.
+    assert ddp[0]["plain"]["named"] == ["DDP", "DDP", "unwrapped replicas"]
 
 
 @pytest.mark.parametrize("part", ["failing_file", "failing_evaluation"])

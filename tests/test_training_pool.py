@@ -217,6 +217,22 @@ def test_a_quality_function_that_fails_keeps_the_adapter(base, tmp_path, capsys)
     assert "no data" in capsys.readouterr().err
 
 
+def test_where_the_pools_disk_is_gone_the_runs_own_folder_keeps_the_adapter(base, tmp_path, capsys):
+    class Unmount(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            (tmp_path / "disk").rmdir()
+            (tmp_path / "disk").write_text("in the way")
+
+    (tmp_path / "disk").mkdir()
+    callback = KMergeCallback(pool=tmp_path / "disk" / "pool", task="a", rule=RULE)
+    run = trainer(base, tmp_path / "run", callback, Unmount(), max_steps=1)
+    run.train()
+    assert (callback.report, callback.kept) == (None, tmp_path / "run" / "pool-a")
+    assert f"is kept in {callback.kept}" in capsys.readouterr().err
+    first, second = deltas(callback.kept), deltas(saved(run, tmp_path / "peft"))
+    assert all(torch.equal(delta, second[name]) for name, delta in first.items())
+
+
 def test_what_is_not_finite_is_told_and_not_kept(base, tmp_path, capsys):
     class Spoil(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):

@@ -144,20 +144,27 @@ def test_launched_processes_without_a_group_are_refused(monkeypatch):
 @given(
     step=st.integers(0, 10**7),
     score=st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    parts=st.lists(st.floats(allow_nan=False, allow_infinity=False)).map(tuple),
 )
-def test_a_state_comes_back_as_it_was(step, score):
+def test_a_state_comes_back_as_it_was(step, score, parts):
     state = SoupState(
         step=step,
         base=BaseRecord(None, "main", "sha256:1"),
         weights="x",
         dtypes="bfloat16 + float32",
-        partner=Partner(step, score),
+        partner=Partner(step, score, parts=parts),
         metric_seen=True,
         refused_in_a_row=2,
         history=({"step": 1, "accepted": True},),
     )
     text = json.dumps(state.to_json(), allow_nan=False)
     assert SoupState.from_json(json.loads(text)) == state
+
+
+def test_a_state_from_before_scores_had_parts_is_read():
+    value = state_at(5, partner=3).to_json()
+    del value["partner"]["parts"]
+    assert SoupState.from_json(value) == state_at(5, partner=3)
 
 
 def test_the_newest_state_at_or_before_a_step_is_used(tmp_path):
@@ -256,6 +263,22 @@ def test_the_base_is_the_folder_the_model_came_from_or_its_step_0_weights(tmp_pa
     # bfloat16 weights of a float32 folder are other weights.
     run(load(base, dtype=torch.bfloat16), tmp_path / "bf16", steps=0).finish()
     assert (tmp_path / "bf16" / "soup" / "base").exists()
+
+
+def test_weights_that_are_not_those_of_the_named_base_are_told(tmp_path, capfd):
+    base = saved_base(tmp_path / "base")
+    run(load(base), tmp_path / "same", steps=0, base=base).finish()
+    assert "differ" not in capfd.readouterr().err
+    rounded = load(base, dtype=torch.bfloat16)
+    run(rounded, tmp_path / "rounded", steps=0, base=base).finish()
+    pairs = [
+        (value.double(), weights_of(rounded)[name].double())
+        for name, value in weights_of(load(base)).items()
+    ]
+    squares = [sum(float((a - b).square().sum()) for a, b in pairs)]
+    squares.append(sum(float(a.square().sum()) for a, _ in pairs))
+    said = f"differ by {(squares[0] / squares[1]) ** 0.5:.2%} of their norm"
+    assert said in capfd.readouterr().err
 
 
 def test_a_folder_that_another_living_run_uses_is_refused(tmp_path):

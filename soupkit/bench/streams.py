@@ -43,9 +43,9 @@ class Stream:
 
 
 @asynccontextmanager
-async def serving(family: Path) -> AsyncIterator[Service]:
+async def serving(family: Path, *, cache_bytes: int | None = None) -> AsyncIterator[Service]:
     """A service of the family that runs; BundleError or ServingError if it cannot."""
-    service = build_service(family)
+    service = build_service(family, cache_bytes=cache_bytes)
     await service.start()
     try:
         yield service

@@ -62,7 +62,7 @@ def plan(
 
     Of GPUs: every layout, what lies on each GPU of the advised one, and the least times.
 
-    Examples: soupkit plan --params 7e9 --adapters 8 --rank 32 --budget-bytes 16GB,
+    Example: soupkit plan --params 7e9 --adapters 8 --rank 32 --budget-bytes 16GB,
     soupkit plan --params 70e9 --variants 14 --gpus 8 --gpu-bytes 80e9
     """
     from soupkit.placement import plan as planned

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from soupkit.bench.rows import Row
 
 
+class Engine(str, Enum):
+    """What generates."""
+
+    transformers = "transformers"
+    vllm = "vllm"
+
+
 class Bench(str, Enum):
     """Benchmarks."""
 
@@ -25,6 +32,7 @@ class Bench(str, Enum):
     load = "load"
     cache = "cache"
     pool = "pool"
+    fleet = "fleet"
 
 
 @command
@@ -63,37 +71,60 @@ def serve(
     replicas: Annotated[
         int, typer.Option(help="Processes with the base each, behind one address.", min=1)
     ] = 1,
+    tensor_parallel: Annotated[
+        int, typer.Option(help="Processes, and GPUs, that share the base of a replica.", min=1)
+    ] = 1,
     api_key_file: Annotated[Path | None, typer.Option(help="File with the key to ask for.")] = None,
     admin_key_file: Annotated[
         Path | None, typer.Option(help="File with the key to load and unload variants.")
     ] = None,
+    engine: Annotated[Engine, typer.Option(help="What generates.")] = Engine.transformers,
 ) -> None:
     """Serve the base and all variants of a family over HTTP, in OpenAI's shapes.
 
     Example: soupkit serve family --port 8000 --cache-bytes 2GB
     """
+    shared: dict[str, Any] = {
+        "base": base,
+        "host": host,
+        "port": port,
+        "dtype": dtype.value if dtype else None,
+        "cache_bytes": parse_bytes(cache_bytes),
+        "pin": pin or (),
+        "max_running": max_running,
+    }
+    host_bytes = parse_bytes(host_cache_bytes)
+    if engine is Engine.vllm:
+        own = {
+            "device": device, "pool": pool, "adapters": adapters, "auto-pin": auto_pin or None,
+            "max-queue": max_queue, "max-wait": max_wait, "admin-key-file": admin_key_file,
+            "replicas": None if replicas == 1 else replicas,
+        }  # fmt: skip
+        _refuse_for_vllm(own)
+        _serve_with_vllm(
+            family,
+            **shared,
+            host_cache_bytes=host_bytes,
+            tensor_parallel=tensor_parallel,
+            api_key_file=api_key_file,
+        )
+        return
     leave_signals()
     run: Callable[..., None]
-    if replicas == 1:
+    if replicas == tensor_parallel == 1:
         from soupkit.serving.server import run
     else:
         from soupkit.serving import front_app
 
-        run = partial(front_app.run, replicas=replicas)
+        run = partial(front_app.run, replicas=replicas, tensor_parallel=tensor_parallel)
     run(
         family,
-        base=base,
-        host=host,
-        port=port,
+        **shared,
         device=device,
-        dtype=dtype.value if dtype else None,
-        cache_bytes=parse_bytes(cache_bytes),
-        host_cache_bytes=parse_bytes(host_cache_bytes) or 0,
+        host_cache_bytes=host_bytes or 0,
         pool=pool,
         adapters=adapters,
-        pin=pin or (),
         auto_pin=auto_pin,
-        max_running=max_running,
         max_queue=max_queue,
         max_wait_seconds=max_wait,
         api_key_file=api_key_file,
@@ -101,11 +132,28 @@ def serve(
     )
 
 
+def _refuse_for_vllm(given: dict[str, Any]) -> None:
+    from soupkit.serving.vllm.command import NOT_VLLM
+
+    for flag, value in given.items():
+        if value is not None:
+            raise ValueError(f"--{flag} does not go with --engine vllm: {NOT_VLLM[flag]}")
+
+
+def _serve_with_vllm(family: Path, *, api_key_file: Path | None, **options: Any) -> None:
+    from soupkit.serving.listening import read_keys
+    from soupkit.serving.vllm import command
+
+    keys, _ = read_keys(api_key_file, None)
+    command.run(command.command(family, **options, keys=keys))
+
+
 @command
 def bench(
     what: Annotated[Bench, typer.Argument(help="What to measure.")],
     family: Annotated[
-        Path | None, typer.Argument(help="The family to serve, for `serve` and `load`.")
+        Path | None,
+        typer.Argument(help="The family to serve, for `serve` and `load`, and to check `fleet`."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and repetitions.")] = False,
     check: Annotated[
@@ -130,8 +178,8 @@ def bench(
     """
     from soupkit.bench.rows import document, show
 
-    if (family is None) == (what in (Bench.serve, Bench.load)):
-        raise ValueError("give a family to `bench serve` and `bench load`, and to no other")
+    if what is not Bench.fleet and (family is None) == (what in (Bench.serve, Bench.load)):
+        raise ValueError("give a family to `bench serve`, `load` and `fleet`, and to no other")
     if check:
         if what is not Bench.kernel or quick:
             raise ValueError("give --check to `bench kernel`, and without --quick")
@@ -143,7 +191,8 @@ def bench(
     if as_json:
         print_json(document(what.value, rows, model))
         return
-    show(what.value, rows)
+    if rows:
+        show(what.value, rows)
     if model:
         show(what.value, model, title="A model, not a measurement: there is no GPU here")
 
@@ -154,10 +203,14 @@ def _measure(
     """Rows that were measured, and rows of a model."""
     import importlib
 
-    module = importlib.import_module(f"soupkit.bench.{what.value}")
+    checked = "_check" if what is Bench.fleet and family is not None else ""
+    module = importlib.import_module(f"soupkit.bench.{what.value}{checked}")
+    if what is Bench.fleet and family is None:
+        with show_progress("simulating") as progress:
+            return [], module.run(quick=quick, progress=progress)
     if what is Bench.kernel:
         return module.run(quick=quick), module.model(quick=quick)
-    if what in (Bench.serve, Bench.load):
+    if family is not None:
         return module.run(quick=quick, family=family), []
     if what in (Bench.cache, Bench.pool):
         return module.run(quick=quick), []

@@ -61,13 +61,16 @@ class Admin:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def load(self, body: LoadRequest) -> dict[str, Any]:
-        """Makes a variant resident, and visible if it was unloaded.
+        """Makes a variant resident, and visible if it was unloaded; an adapter that may come into
+        the pool comes first.
 
         Raises:
             ApiError: no such variant, a path that is not its folder.
             ServingError: it cannot be loaded now.
         """
         service, name = self._service, body.lora_name
+        if body.lora_path is None:
+            await self._admit(name)
         self._check_path(self._ref(name), body.lora_path)
         async with self._turn(name):
             ref = self._ref(name)  # as it is now, after the changes before this one
@@ -132,9 +135,19 @@ class Admin:
         try:
             return self._service.catalog.refs[name]
         except KeyError:
-            error = unknown_model(name, names)
+            # One that waits for its first request is listed, and nothing can be let go of it.
+            error = unknown_model(name, [one for one in names if one != name])
             error.param = "lora_name"
             raise error from None
+
+    async def _admit(self, name: str) -> None:
+        service = self._service
+        if name in service.names() and name not in (service.base_name, *service.catalog.refs):
+            try:
+                await service.admit(name)
+            except ServingError as error:
+                reason = service.reasons.of(error)
+                raise ApiError(503, reason, code="variant_unavailable") from error
 
     def _check_path(self, ref: VariantRef, given: str | None) -> None:
         """Compares texts only: a path of a request is never looked up."""

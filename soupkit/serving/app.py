@@ -2,9 +2,9 @@
 
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Security
 from fastapi.exceptions import RequestValidationError
@@ -36,6 +36,7 @@ from .bodies import (
 )
 from .connection import ClientGone, while_connected
 from .gate import LOAD_PATH, UNLOAD_PATH, Gate, error_response
+from .jobs import Generation
 from .metrics import CONTENT_TYPE
 from .openai import (
     ApiError,
@@ -50,6 +51,8 @@ from .service import Service
 from .states import NotServed, QueueFull, TooMany, VariantUnavailable
 from .status import overview
 from .status_page import PAGE, PAGE_HEADERS
+
+Asked = TypeVar("Asked", CompletionRequest, ChatRequest)
 
 
 def create_app(
@@ -151,7 +154,7 @@ def _add_completions(app: FastAPI, service: Service, *, asks: list[Any]) -> None
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues prompts, as text or as token ids."""
-        return await _respond(service, request, body, await completion_answer(service, body))
+        return await _answered(service, request, body, completion_answer)
 
     @app.post(
         "/v1/chat/completions",
@@ -160,7 +163,7 @@ def _add_completions(app: FastAPI, service: Service, *, asks: list[Any]) -> None
     )
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answers messages, written as the model's chat template says."""
-        return await _respond(service, request, body, await chat_answer(service, body))
+        return await _answered(service, request, body, chat_answer)
 
 
 def _add_admin(app: FastAPI, admin: Admin, *, asks: list[Any]) -> None:
@@ -180,6 +183,34 @@ def _add_admin(app: FastAPI, admin: Admin, *, asks: list[Any]) -> None:
     async def unload(body: UnloadRequest) -> dict[str, Any]:
         """Serves a variant no more, and frees its memory once its open requests have ended."""
         return await admin.unload(body)
+
+
+async def _answered(
+    service: Service,
+    request: Request,
+    body: Asked,
+    make: Callable[[Service, Asked], Awaitable[Answer]],
+) -> Response:
+    """Answers; anew where the model's content became another one before it could be read, as that
+    of a pool's slot does by each merge.
+    """
+    while True:
+        answer = await make(service, body)
+        try:
+            return await _respond(service, request, body, answer)
+        except (ApiError, VariantUnavailable) as error:
+            is_late = _as_api_error(error).code == "variant_unavailable"
+            if not (is_late and _is_outdated(service, answer.choices[0].generation)):
+                raise
+
+
+def _is_outdated(service: Service, generation: Generation) -> bool:
+    """Whether its model is served with another content by now."""
+    try:
+        ref = service.resolve(generation.model)
+    except KeyError:
+        return False
+    return ref is not None and ref.digest != generation.digest
 
 
 async def _respond(

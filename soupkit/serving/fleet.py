@@ -60,7 +60,7 @@ class Fleet:
         self.client, self._settings = client, settings
         self._keys, self.admin_keys = keys or [], admin_keys or []
         cores = len(os.sched_getaffinity(0))
-        threads = max(1, cores // count)
+        threads = max(1, cores // (count * settings.tensor_parallel))
         self._spawn = spawn or (lambda line: ReplicaProcess.start(line, threads=threads))
         self._max_wait_seconds = max_wait_seconds
         self.draining = False

@@ -195,6 +195,7 @@ def run(
     max_running: int | None = None,
     max_queue: int | None = None,
     max_wait_seconds: float | None = None,
+    tensor_parallel: int = 1,
     api_key_file: str | Path | None = None,
     admin_key_file: str | Path | None = None,
 ) -> None:
@@ -202,6 +203,7 @@ def run(
 
     Args:
         replicas: how many; each has a GPU of its own, if there are as many.
+        tensor_parallel: processes of a replica, which share its base; each has a GPU of its own.
         pin: shared out over the replicas.
         device and all others: as in `soupkit.serving.server.run`, for each replica.
 
@@ -211,6 +213,8 @@ def run(
     """
     if replicas < 1:
         raise ValueError(f"replicas={replicas}: must be at least 1")
+    if tensor_parallel < 1:
+        raise ValueError(f"tensor_parallel={tensor_parallel}: must be at least 1")
     open_family(family)  # what is wrong with it is told before any process starts
     settings = ReplicaSettings(
         family=str(family),
@@ -226,6 +230,7 @@ def run(
         max_running=max_running,
         max_queue=max_queue,
         max_wait_seconds=max_wait_seconds,
+        tensor_parallel=tensor_parallel,
     )
     keys, admin_keys = read_keys(api_key_file, admin_key_file)
     check_address(host, port)

@@ -7,9 +7,9 @@ packed deltas from an arena of slots in each of them, any other token-wise leaf 
 row's own vectors, or by running it per variant on that variant's rows. The slots of a batch are one
 object that the engine sets before each forward.
 
-Tied parameters are one parameter: a delta of the embedding acts in a tied lm_head too. What cannot
-act per token is refused when the variant is loaded, with the tensor's name; nothing is left out
-silently. Not here: which variants are resident (cache.py), how ranks share a model (parallel.py).
+Tied parameters are one parameter: a delta of the embedding acts in a tied lm_head too, but for a
+LoRA's. What cannot act per token is refused by name when the variant is loaded; nothing is left out
+silently. Not here: which variants are resident (cache.py), ranks of one model (parallel.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,14 +27,7 @@ from soupkit_kernels.triton_support import why_not
 
 from .parallel import check_place, cut
 from .parallel import local as local_part
-from .patches import (
-    BASE_SLOT,
-    Batch,
-    EmbeddingPatch,
-    LinearPatch,
-    Patch,
-    Rows,
-)
+from .patches import BASE_SLOT, Batch, EmbeddingPatch, LinearPatch, Patch, Rows
 from .probe import token_wise
 from .shape import ModuleShape, SlotShape, WholeSpec
 
@@ -119,7 +112,7 @@ class VariantBank:
         deltas: Mapping[str, Delta],
         raw: Mapping[str, Tensor],
         *,
-        own: frozenset[str] = frozenset(),
+        own: frozenset[str] | None = frozenset(),
         tied: Mapping[str, str | None] | None = None,
     ) -> None:
         """Installs a variant in an empty slot, larger ones or more of them being made if need be.
@@ -128,8 +121,8 @@ class VariantBank:
             slot: >= 0, not occupied.
             deltas: parameter name -> packed delta; any device, moved to the model's.
             raw: parameter name -> whole tensor, cast to the parameter's dtype.
-            own: names that the variant stores apart though the base ties them; the delta of a tied
-                name acts on every owner that is not in here.
+            own: names that the variant stores apart though the base ties them, None = all; the
+                delta of a tied name acts on every owner that is not in here.
             tied: name -> the name it is the same parameter as, which the base must agree with.
 
         Raises:
@@ -186,7 +179,7 @@ class VariantBank:
         deltas: Mapping[str, Delta],
         raw: Mapping[str, Tensor],
         *,
-        own: frozenset[str] = frozenset(),
+        own: frozenset[str] | None = frozenset(),
         tied: Mapping[str, str | None] | None = None,
     ) -> SlotShape:
         """What a slot needs for a variant, whose tensors may be on the meta device.
@@ -242,14 +235,14 @@ class VariantBank:
         self,
         deltas: Mapping[str, Delta],
         raw: Mapping[str, Tensor],
-        own: frozenset[str],
+        own: frozenset[str] | None,
         tied: Mapping[str, str | None],
     ) -> list[tuple[str, str, Delta | Tensor]]:
         """Where each tensor acts, as (module name, local parameter name, tensor), all checked.
 
         Of parameters that are split over ranks the tensors are this rank's parts.
         """
-        own = frozenset(self._full_name(name) for name in own)
+        own = frozenset(self._parameters if own is None else map(self._full_name, own))
         for name, source in tied.items():
             target = self._parameters.get(self._full_name(name))
             if target is None or target is not self._parameters.get(self._full_name(source or "")):
@@ -347,4 +340,5 @@ def _join(module_name: str, local: str) -> str:
 def ties(manifest: Manifest) -> dict[str, Any]:
     """What a manifest says about shared parameters, as `VariantBank.load` takes it."""
     tied = {entry.name: entry.source for entry in manifest.tensors if entry.kind == "tied"}
-    return {"tied": tied, "own": frozenset(entry.name for entry in manifest.tensors) - tied.keys()}
+    own = frozenset(entry.name for entry in manifest.tensors) - tied.keys()
+    return {"tied": tied, "own": None if manifest.per_module else own}

@@ -41,15 +41,22 @@ def free_bytes(device: torch.device) -> int:
 
 
 def default_cache_bytes(
-    device: torch.device, slot_bytes: int, num_variants: int, *, sharers: int = 1
+    device: torch.device,
+    slot_bytes: int,
+    num_variants: int,
+    *,
+    largest: int = 0,
+    sharers: int = 1,
 ) -> int:
-    """Slots for all variants and some that training may add, but half of what is free at most.
+    """Slots for all variants and some that training may add, or two of `largest` bytes if that is
+    more, but half of what is free at most.
 
     Args:
         sharers: engines that share the device's memory.
     """
     free = free_bytes(device) // sharers
-    return headroom.share_of_variants(free, slot_bytes=slot_bytes, num_variants=num_variants)
+    share = headroom.share_of_variants(free, slot_bytes=slot_bytes, num_variants=num_variants)
+    return max(share, min(2 * largest, free // 2))
 
 
 def plan_kv(model: Any, *, max_running: int, cache_bytes: int, sharers: int = 1) -> KVPlan:

@@ -13,7 +13,7 @@ from .jobs import Generation, Job
 from .openai import MAX_CHOICES, ApiError, ChatRequest, CompletionRequest, unknown_model
 from .pretrained import TextSetup
 from .service import Service
-from .states import BASE_DIGEST
+from .states import BASE_DIGEST, QueueFull
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +133,8 @@ async def _model(service: Service, name: str) -> tuple[VariantRef | None, TextSe
             ref = await service.admit(name)
     except KeyError:
         raise unknown_model(name, service.names(), hidden=service.catalog.is_hidden(name)) from None
+    except QueueFull:
+        raise
     except ServingError as error:
         message = service.reasons.of(error)
         raise ApiError(503, message, code="variant_unavailable") from error

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DistributedConfig,
+    GenerationConfig,
+)
 
 from soupkit.bundle import VariantRef, open_variant
 from soupkit.checkpoint import Checkpoint
@@ -54,12 +60,36 @@ class TextSetup:
     config: dict[str, Any]
 
 
-def load_model(path: Path, *, device: torch.device | str, dtype: torch.dtype) -> Any:
-    """The base as a causal LM in eval mode, attention by torch's sdpa; no remote code."""
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
-    )
-    return model.to(device).eval().requires_grad_(False)
+def load_model(
+    path: Path, *, device: torch.device | str, dtype: torch.dtype, tensor_parallel: int = 1
+) -> Any:
+    """The base as a causal LM in eval mode, attention by torch's sdpa; no remote code.
+
+    Args:
+        tensor_parallel: ranks of the process group, of which this process then has its part.
+    Raises:
+        ServingError: it has heads that so many ranks cannot share evenly.
+    """
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
+    if tensor_parallel > 1:
+        _check_heads(path, tensor_parallel)
+        ranks = DistributedConfig(tp_size=tensor_parallel, tp_plan="auto")
+        options["distributed_config"] = ranks
+    model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **options)
+    if tensor_parallel == 1:
+        model = model.to(device)
+    return model.eval().requires_grad_(False)
+
+
+def _check_heads(path: Path, ranks: int) -> None:
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if heads % ranks or kv_heads % ranks:
+        raise ServingError(
+            f"--tensor-parallel {ranks}: the base has {heads} heads and {kv_heads} key-value "
+            f"heads, which do not divide by {ranks}"
+        )
 
 
 def load_text_setup(folder: Path) -> TextSetup:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from soupkit.errors import ServingError
 
+from .memory import KVPlan, plan_kv
+
 Work = Callable[..., Any]
 _FOREVER = timedelta(days=365)
 
@@ -96,3 +98,21 @@ class Ranks:
         if other is not None:
             raise ServingError(f"another rank: {other}")
         return result
+
+
+def agreed_plan(
+    model: Any, *, max_running: int, cache_bytes: int, sharers: int, ranks: int
+) -> tuple[int, KVPlan]:
+    """Sequences of a batch and sizes of the key-value cache, alike on every rank: the first one's
+    wishes, and what the rank with the least memory has room for. Collective.
+    """
+    wishes = [max_running, cache_bytes, sharers]
+    if ranks > 1:
+        dist.broadcast_object_list(wishes, src=0)
+    max_running, cache_bytes, sharers = wishes
+    plan = plan_kv(model, max_running=max_running, cache_bytes=cache_bytes, sharers=sharers)
+    if ranks > 1:
+        plans: list[Any] = [None] * ranks
+        dist.all_gather_object(plans, plan)
+        plan = min(plans, key=lambda one: one.kv_tokens)
+    return max_running, plan

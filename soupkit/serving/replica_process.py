@@ -8,11 +8,12 @@ why there is none.
 import json
 import os
 import sys
-import threading
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from soupkit.errors import SoupkitError
+
+from . import lifeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class ReplicaSettings:
     max_running: int | None = None
     max_queue: int | None = None
     max_wait_seconds: float | None = None
+    tensor_parallel: int = 1
 
     def to_json(self, *, index: int, count: int, keys: list[str], admin_keys: list[str]) -> str:
         """The line for the replica `index` of `count`."""
@@ -55,7 +57,7 @@ def main() -> None:
     def tell(document: dict[str, Any]) -> None:
         os.write(answer, (json.dumps(document) + "\n").encode())
 
-    threading.Thread(target=_follow, daemon=True).start()
+    lifeline.hold()
     try:
         _serve(told, tell)
     except (SoupkitError, ValueError, OSError, ImportError) as error:
@@ -63,19 +65,17 @@ def main() -> None:
         raise SystemExit(1) from None
 
 
-def _follow() -> None:
-    while os.read(0, 1 << 12):
-        pass
-    os._exit(1)
-
-
 def _serve(told: dict[str, Any], tell: Any) -> None:
     from .app import create_app
     from .listening import Server
+    from .rank_process import Place, end_ranks, start_ranks
     from .server import build_service
 
     settings = ReplicaSettings.from_json(told["settings"])
-    device, sharers = _device(settings.device, told["index"], told["count"])
+    ranks = settings.tensor_parallel
+    if ranks > 1:
+        start_ranks(told["settings"], Place(0, ranks, gpu=told["index"] * ranks))
+    device, sharers = _device(settings, told["index"], told["count"])
     given = asdict(settings) | {"device": device, "sharers": sharers}
     service = build_service(given.pop("family"), **given)
 
@@ -85,13 +85,19 @@ def _serve(told: dict[str, Any], tell: Any) -> None:
 
     app = create_app(service, keys=told["keys"], admin_keys=told["admin_keys"])
     Replica(app, service, host="127.0.0.1", port=0).run()
+    if ranks > 1:
+        end_ranks()
 
 
-def _device(device: str | None, index: int, count: int) -> tuple[str | None, int]:
-    """The device of a replica, and how many replicas share its memory: a GPU each, if there are."""
+def _device(settings: ReplicaSettings, index: int, count: int) -> tuple[str | None, int]:
+    """The device of a replica, and how many engines share its memory: GPUs of its own, if there
+    are.
+    """
     import torch
 
-    num_gpus = torch.cuda.device_count()
-    if device is not None or not num_gpus:
-        return device, count
+    num_gpus, ranks = torch.cuda.device_count(), settings.tensor_parallel
+    if ranks > 1 and num_gpus:
+        return f"cuda:{index * ranks}", 1
+    if settings.device is not None or not num_gpus:
+        return settings.device, count * ranks
     return f"cuda:{index % num_gpus}", -(-count // num_gpus)

@@ -18,6 +18,7 @@ comes back to where its file is still in the page cache.
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from .states import Phase
 
@@ -26,9 +27,9 @@ _HELD = frozenset({Phase.QUEUED, Phase.LOADING, Phase.INSTALLING, Phase.RESIDENT
 PATIENCE = 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Replica:
-    """What is known of one.
+    """What is known of one at a time; what follows from it is worked out once.
 
     Args:
         is_up: whether it can generate. open: sequences it has, running and waiting.
@@ -61,31 +62,38 @@ class Replica:
         return self.open / self.max_running
 
     def holds(self, variant: str) -> bool:
-        """Whether it is resident or on its way: who has asked for it, has begun its load."""
-        return self.phases.get(variant) in _HELD or self.open_for.get(variant, 0) > 0
+        """Whether it is resident or on its way."""
+        return variant in self.held
 
     def loads(self, variant: str) -> bool:
         """Whether it is on its way."""
-        return self.holds(variant) and self.phases.get(variant) is not Phase.RESIDENT
+        return variant in self.loading
 
-    @property
+    @cached_property
     def held(self) -> frozenset[str]:
-        """All that take a slot, or are about to."""
-        return frozenset(v for v in {*self.phases, *self.open_for} if self.holds(v))
+        """All that are resident or on their way: who has asked for one, has begun its load."""
+        asked = {variant for variant, count in self.open_for.items() if count > 0}
+        return frozenset(asked.union(v for v, phase in self.phases.items() if phase in _HELD))
 
-    @property
+    @cached_property
+    def resident(self) -> frozenset[str]:
+        """All that are ready."""
+        return frozenset(v for v, phase in self.phases.items() if phase is Phase.RESIDENT)
+
+    @cached_property
+    def loading(self) -> frozenset[str]:
+        """All that are on their way."""
+        return self.held - self.resident
+
+    @cached_property
     def free_slots(self) -> int:
         return max(0, self.slots - len(self.held))
 
-    @property
+    @cached_property
     def idle(self) -> frozenset[str]:
         """Variants that may be evicted now."""
         return frozenset(
-            v
-            for v in self.held
-            if v not in self.pinned
-            and self.phases.get(v) is Phase.RESIDENT
-            and not self.open_for.get(v)
+            v for v in self.resident if v not in self.pinned and not self.open_for.get(v)
         )
 
 
@@ -137,7 +145,7 @@ def _cost_of_load(
         one.is_busy,
         phase is not Phase.HOST,
         not _has_room(replicas, index),
-        sum(one.loads(other) for other in one.held),
+        len(one.loading),
         int(4 * one.load),
         -one.free_slots,
         hashlib.blake2b(f"{index}\0{variant}".encode(), digest_size=8).digest(),
@@ -149,5 +157,5 @@ def _has_room(replicas: Sequence[Replica], index: int) -> bool:
     one = replicas[index]
     if one.free_slots:
         return True
-    others = [other for i, other in enumerate(replicas) if i != index and other.is_up]
-    return any(other.phases.get(v) is Phase.RESIDENT for v in one.idle for other in others)
+    others = (other for i, other in enumerate(replicas) if i != index and other.is_up)
+    return any(not one.idle.isdisjoint(other.resident) for other in others)

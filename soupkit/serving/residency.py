@@ -10,7 +10,7 @@ run side by side up to a bound, and what they read counts against the bound unti
 tier or in its slot (R6). A failed load fails exactly its own waiters and is not tried again before
 its back-off (R5). A variant that found no room for `starve_seconds` because requests for the
 residents keep coming makes one of them drain: new requests for that one wait, so that its users end
-and it can go (R9).
+and it can go (R9). A family may have thousands of variants: no step walks over those at rest.
 
 Not here: requests whose variant is resident (router.py), who goes first (cache.py, policy.py).
 """
@@ -56,6 +56,8 @@ class Residency:
         limits: Limits,
     ) -> None:
         self.cache, self.variants = cache, dict[str, Variant]()
+        # Those that are waited for, or are in any phase but disk.
+        self._awake = dict[str, None]()
         self.served: frozenset[str] = frozenset()  # others go as soon as nobody uses them
         self._runner, self._mover, self._clock, self._limits = runner, mover, clock, limits
         self._growing_to = 0  # bytes of a slot, while the mover is at it
@@ -70,6 +72,20 @@ class Residency:
         if variant.phase is Phase.HOST and not self._is_needed(ticket.digest):
             self._enter(ticket.digest, Phase.HOST)  # it waits for room from now on
         variant.waiters.append(ticket)
+        self._awake[ticket.digest] = None
+
+    def waiting(self) -> list[Ticket]:
+        """All whose variant is not resident yet."""
+        return [ticket for digest in self._awake for ticket in self.variants[digest].waiters]
+
+    def phases(self) -> dict[str, Phase]:
+        """Of all that are awake; the others are on disk."""
+        return {digest: self.variants[digest].phase for digest in self._awake}
+
+    def forget(self, digest: str) -> None:
+        """Of a variant that is in no tier and will not come back."""
+        self._awake.pop(digest, None)
+        del self.variants[digest]
 
     # What the mover reports.
 
@@ -139,8 +155,9 @@ class Residency:
                 self._drop(digest)
 
     def _queue_needed(self) -> None:
-        for digest, variant in self.variants.items():
-            needed = self._is_needed(digest)
+        pinned = (digest for digest in self.cache.pinned if digest in self.variants)
+        for digest in list(dict.fromkeys((*self._awake, *pinned))):
+            variant, needed = self.variants[digest], self._is_needed(digest)
             may_try = variant.phase is Phase.FAILED and self._clock() >= variant.retry_at
             if needed and (variant.phase is Phase.DISK or may_try):
                 self._enter(digest, Phase.QUEUED)
@@ -182,9 +199,11 @@ class Residency:
 
     def _drain(self, count: int) -> None:
         """Makes the least valued of the residents that are in use drain."""
+        if count <= 0:
+            return
         pinned = self.cache.pinned
         used = [d for d in self._in(Phase.RESIDENT) if d not in pinned]
-        for digest in sorted(used, key=self.cache.value)[: max(0, count)]:
+        for digest in sorted(used, key=self.cache.value)[:count]:
             self._enter(digest, Phase.DRAINING)
 
     def _load(self) -> None:
@@ -202,12 +221,16 @@ class Residency:
 
     def _in(self, *phases: Phase) -> list[str]:
         """Digests in a phase, those that entered it first, first."""
-        found = [d for d, v in self.variants.items() if v.phase in phases]
+        found = [d for d in self._awake if self.variants[d].phase in phases]
         return sorted(found, key=lambda d: self.variants[d].order)
 
     def _enter(self, digest: str, phase: Phase) -> None:
         variant = self.variants[digest]
         variant.phase, variant.since, variant.order = phase, self._clock(), next(self._order)
+        if phase is Phase.DISK and not variant.waiters:
+            self._awake.pop(digest, None)
+        else:
+            self._awake[digest] = None
 
     def _evict(self, digest: str) -> None:
         evicted = self.cache.evict(digest)

@@ -55,6 +55,7 @@ class Router:
         self._ready: dict[str, deque[Ticket]] = {}
         self._running: dict[Ticket, None] = {}
         self._known: frozenset[str] = frozenset()
+        self._leaving = set[str]()  # not known any more, and not gone yet
         self._pins: tuple[str, ...] = ()
         self._auto_pins: frozenset[str] = frozenset()
         self._deadlines: dict[str, float] = {}  # of unloaded variants: when requests are stopped
@@ -75,6 +76,10 @@ class Router:
     def knows(self, digest: str) -> bool:
         """Whether it is a variant of the family, or one that left it and is not gone yet."""
         return digest in self._variants
+
+    def phases(self) -> dict[str, Phase]:
+        """Of the variants that are anywhere but on disk, or waited for."""
+        return self._residency.phases()
 
     def stats(self) -> dict[str, VariantStats]:
         """Every variant of the family, and those that left it but are not gone yet."""
@@ -108,8 +113,8 @@ class Router:
         return len(waiters) + len(self._ready.get(digest, ()))
 
     def _waiting(self) -> list[Ticket]:
-        queues = [*self._ready.values(), *(v.waiters for v in self._variants.values())]
-        return [ticket for queue in queues for ticket in queue]
+        ready = [ticket for queue in self._ready.values() for ticket in queue]
+        return ready + self._residency.waiting()
 
     # What people ask for.
 
@@ -122,6 +127,7 @@ class Router:
         for digest in sorted(self._known):
             self._variants.setdefault(digest, Variant())
             self._deadlines.pop(digest, None)
+        self._leaving = self._variants.keys() - self._known
         self._follow()
 
     def unload(self, digest: str, *, deadline_seconds: float) -> None:
@@ -130,6 +136,7 @@ class Router:
         Requests still open after `deadline_seconds` are stopped.
         """
         self._known -= {digest}
+        self._leaving.update({digest} & self._variants.keys())
         self._deadlines[digest] = self._clock() + deadline_seconds
         self._follow()
 
@@ -261,9 +268,10 @@ class Router:
         """Does everything that has become possible."""
         self._answer_overdue()
         self._residency.step()
-        for digest in self._variants.keys() - self._known:
+        for digest in sorted(self._leaving):
             if self.phase(digest) in (Phase.DISK, Phase.FAILED):
-                del self._variants[digest]
+                self._leaving.remove(digest)
+                self._residency.forget(digest)
                 self._deadlines.pop(digest, None)
                 self.cache.forget(digest)
                 self._rates.forget(digest)

@@ -3,23 +3,27 @@
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from soupkit.checkpoint import Checkpoint
 from soupkit.errors import ServingError
-from soupkit.family import open_base
+from soupkit.family import open_base, open_family
 from soupkit.headroom import MAX_RUNNING
 
 from .app import create_app
 from .catalog import Catalog
 from .engine import Engine, bank_of
 from .listening import Server, check_address, read_keys
-from .memory import default_cache_bytes, plan_kv
+from .memory import default_cache_bytes
 from .pretrained import load_model
+from .ranks import agreed_plan
 from .service import Service
 from .shelf import Shelf
-from .slots import slot_shape
+from .slots import check_manifest, slot_shape
 from .states import Limits
 
 logger = logging.getLogger(__name__)
@@ -57,11 +61,13 @@ def build_service(
     max_queue: int | None = None,
     max_wait_seconds: float | None = None,
     sharers: int = 1,
+    tensor_parallel: int = 1,
 ) -> Service:
     """Opens the family, loads its base and makes a service that is not started yet; see `run`.
 
     Args:
         sharers: engines that share the device's memory.
+        tensor_parallel: ranks of the process group, of which this is the first (rank_process.py).
     """
     for name, value in (("max_running", max_running), ("max_queue", max_queue)):
         if value is not None and value < 1:
@@ -71,32 +77,56 @@ def build_service(
             raise ValueError(f"{name}={value}: must be at least 0")
     if max_wait_seconds is not None and not max_wait_seconds > 0:
         raise ValueError(f"max_wait_seconds={max_wait_seconds}: must be above 0")
-    target = _device(device)
     shelf = None
     if pool is not None:
         shelf = Shelf(Path(pool), adapters=None if adapters is None else Path(adapters))
     elif adapters is not None:
         raise ValueError("adapters= needs pool=, which they come into")
-    catalog = Catalog(Path(family), shelf=shelf, pin_memory=target.type == "cuda")
+    pin_memory = _device(device).type == "cuda"
+    catalog = Catalog(Path(family), shelf=shelf, pin_memory=pin_memory)
     unknown = [name for name in pin if name not in catalog.variants]
     if unknown:
         known = ", ".join(catalog.variants) or "none"
         raise ServingError(f"--pin {unknown[0]}: there is no such variant, only {known}")
-    checkpoint = open_base(catalog.family, base)
-    # On CPUs float32 is exact and rarely slower; on GPUs what the base was stored in.
-    default = torch.float32 if target.type == "cpu" else checkpoint.main_dtype
-    model = load_model(checkpoint.path, device=target, dtype=_dtype(dtype, default))
-    running = max_running or MAX_RUNNING.get(target.type, MAX_RUNNING["cpu"])
+    checkpoint, model = open_model(
+        family, base=base, device=device, dtype=dtype, tensor_parallel=tensor_parallel
+    )
+    if shelf is not None:
+        shelf.serve_with(checkpoint, catalog.family.base)
+    running = max_running or MAX_RUNNING.get(model.device.type, MAX_RUNNING["cpu"])
     queue = max_queue or DEFAULT_MAX_QUEUE
     bank = bank_of(model)
+    coming = [] if shelf is None else shelf.to_come(catalog.family.base.fingerprint)
+    needed = slot_shape(bank, coming).nbytes
     if cache_bytes is None:
         manifests = catalog.manifests().values()
         # Of a family without variants yet: slots of an eighth of the base.
         slot_bytes = slot_shape(bank, manifests).nbytes or int(model.get_memory_footprint()) // 8
-        cache_bytes = default_cache_bytes(model.device, slot_bytes, len(manifests), sharers=sharers)
-    plan = plan_kv(model, max_running=running, cache_bytes=cache_bytes, sharers=sharers)
+        cache_bytes = default_cache_bytes(
+            model.device,
+            slot_bytes,
+            len(manifests) + len(coming),
+            largest=needed,
+            sharers=sharers,
+        )
+    running, plan = agreed_plan(
+        model,
+        max_running=running,
+        cache_bytes=cache_bytes,
+        sharers=sharers,
+        ranks=tensor_parallel,
+    )
     engine = Engine(model, max_running=running, plan=plan, bank=bank)
     _check_room(catalog, engine, cache_bytes)
+    if shelf is not None:
+        shelf.check_by(partial(check_manifest, bank, cache_bytes=cache_bytes))
+    if needed > cache_bytes:
+        logger.warning(
+            "adapters that are still to come may need a cache of %d bytes, it has %d: raise "
+            "--cache-bytes, or give the pool a smaller --rank",
+            needed,
+            cache_bytes,
+        )
     return Service(
         catalog,
         checkpoint,
@@ -113,6 +143,27 @@ def build_service(
         ),
         pin=tuple(pin),
     )
+
+
+def open_model(
+    family: str | Path,
+    *,
+    base: str | Path | None,
+    device: str | None,
+    dtype: torch.dtype | str | None,
+    tensor_parallel: int,
+) -> tuple[Checkpoint, Any]:
+    """A family's base, and what this process has of it as a model; see `build_service`."""
+    target, checkpoint = _device(device), open_base(open_family(family), base)
+    # On CPUs float32 is exact and rarely slower; on GPUs what the base was stored in.
+    default = torch.float32 if target.type == "cpu" else checkpoint.main_dtype
+    model = load_model(
+        checkpoint.path,
+        device=target,
+        dtype=_dtype(dtype, default),
+        tensor_parallel=tensor_parallel,
+    )
+    return checkpoint, model
 
 
 def _check_room(catalog: Catalog, engine: Engine, cache_bytes: int) -> None:

@@ -99,16 +99,16 @@ class Service:
     @property
     def base_name(self) -> str:
         """The base's folder name, unless a variant has it, even if unloaded; it is that one's."""
-        taken = self._folder_name in self.catalog.refs
-        return BASE_NAME if taken else self._folder_name
+        shelf, name = self.catalog.shelf, self._folder_name
+        taken = name in self.catalog.refs or (shelf is not None and shelf.has(name))
+        return BASE_NAME if taken else name
 
     def names(self) -> list[str]:
         """Model ids, the base's own first, those last that come into the pool when asked for."""
         self._refresh()
         shelf = self.catalog.shelf
-        waiting = [] if shelf is None else shelf.waiting()
-        variants = self.catalog.variants
-        return [self.base_name, *variants, *(name for name in waiting if name not in variants)]
+        waiting = set() if shelf is None else {*shelf.waiting()} - self.catalog.refs.keys()
+        return [self.base_name, *self.catalog.variants, *sorted(waiting)]
 
     def resolve(self, model: str) -> VariantRef | None:
         """The variant of a model id, None for the base. Raises KeyError for an unknown id."""
@@ -122,14 +122,21 @@ class Service:
         """The variant of a model id that `resolve` does not know: an adapter that may come.
 
         Raises:
-            KeyError: there is none. ServingError: the pool refuses it.
+            KeyError: there is none. QueueFull: too many wait. ServingError: the pool refuses it, or
+                takes too long.
         """
-        shelf = self.catalog.shelf
+        shelf, limits = self.catalog.shelf, self.router.limits
         if shelf is None or self.catalog.is_hidden(model):
             raise KeyError(model)
-        await shelf.admit(model)
+        try:
+            admission = shelf.admit(model, most=limits.max_queue)
+            await asyncio.wait_for(admission, limits.max_wait_seconds)
+        except asyncio.TimeoutError:
+            raise ServingError(f"adapter {model!r} still waits for the pool; ask again") from None
         self._refresh()
-        return self.catalog.variants[model]
+        if (ref := self.catalog.variants.get(model)) is None:
+            raise ServingError(f"adapter {model!r} has left the pool again; ask again")
+        return ref
 
     def residents(self) -> dict[str, VariantStats]:
         """Where each variant is, by name."""
@@ -214,6 +221,8 @@ class Service:
         """Ends all that is open; its clients are told that the server stops."""
         for generation in list(self._open):
             self.abort(generation, ServingError("the server is stopping; ask again later"))
+        if self.catalog.shelf is not None:
+            self.catalog.shelf.stop()
 
     # The router's Runner. It must not call back, so results come through the event loop.
 

@@ -3,32 +3,39 @@ come into it when they are asked for.
 
 A task is a model id, its slot's digest the content behind it, so tasks that share a slot share its
 place in memory. An adapter of the folder that has no slot yet is added to the pool by the first
-request for it, off the engine's thread and once however many wait (K-Merge: it gets a slot, or is
-merged into the nearest one); what was refused is tried again after a while. pool.json is looked at
-like family.json. Not here: merging (soupkit.pool) and what a variant does in the model.
+request for it (admission.py; K-Merge: it gets a slot, or is merged into the nearest one). pool.json
+is looked at like family.json. A pool of another base is refused where anything here tells that it
+is. Not here: merging (soupkit.pool) and what a variant does in the model.
 """
 
-import asyncio
+import contextlib
 import logging
+import math
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from soupkit.adapter_config import CONFIG_NAME
-from soupkit.adapter_folder import open_adapter
+from soupkit.adapter_folder import AdapterInfo, ModuleInfo, open_adapter
 from soupkit.adapter_variant import adapter_manifest, load_adapter
 from soupkit.bundle import LoadedVariant, VariantRef
-from soupkit.config import check_variant_name
+from soupkit.checkpoint import Checkpoint
 from soupkit.errors import BundleError, ServingError, SoupkitError
+from soupkit.family import BaseRef
 from soupkit.manifest import Manifest
-from soupkit.pool import AdapterPool, PoolReport
-from soupkit.pool_manifest import POOL_NAME, SLOTS_NAME
+from soupkit.pool import AdapterPool
+from soupkit.pool_admission import base_of, is_of_base
+from soupkit.pool_manifest import POOL_NAME, SLOTS_NAME, PoolBase
+from soupkit.slot_merge import fitting_rank
+
+from .admission import GATED, Admissions
 
 logger = logging.getLogger(__name__)
 
-AGAIN_SECONDS = 30.0
 USES_SECONDS = 10.0
 
 
@@ -51,22 +58,48 @@ class Shelf:
             PoolError: there is no pool, or it is damaged.
             ServingError: no folder of adapters, or the pool wants a quality that nobody here tells.
         """
-        self._pool, self._adapters, self._clock = AdapterPool.open(pool), adapters, clock
-        if adapters is not None and not adapters.is_dir():
-            raise ServingError(f"--adapters {adapters}: no such folder")
-        if adapters is not None and self._pool.read().rule.gate_quality is not None:
-            raise ServingError(
-                f"{pool}: its gate asks for the quality of merges, which a server cannot score: "
-                "add adapters in Python, or make a pool without that gate"
-            )
+        self._closing = threading.Event()
+        self._pool = AdapterPool.open(pool, give_up=self._closing)
+        self._adapters, self._clock = adapters, clock
+        self._coming: Admissions | None = None
+        if adapters is not None:
+            if not adapters.is_dir():
+                raise ServingError(f"--adapters {adapters}: no such folder")
+            if self._pool.read().rule.gate_quality is not None:
+                raise ServingError(f"{pool}: {GATED}")
+            self._coming = Admissions(self._pool, adapters, clock=clock)
         self._stamp = self._read_stamp()
         self.refs = self._read()
-        self._admissions: dict[str, asyncio.Task[None]] = {}
-        self._refused: dict[str, tuple[float, str]] = {}  # until when, and why
         self._uses: Counter[str] = Counter()
         self._told = clock()
-        # One: the pool's writers wait for each other anyway.
-        self._adder = ThreadPoolExecutor(1, "soupkit-pool")
+        self._served: tuple[Checkpoint, BaseRef] | None = None
+        self._is_ours: dict[PoolBase, bool | None] = {}
+        self._toucher = ThreadPoolExecutor(1, "soupkit-pool-uses")
+
+    def serve_with(self, base: Checkpoint, ref: BaseRef) -> None:
+        """Say which base the adapters are served with, and what the family says of it; before that
+        none is compared with it.
+
+        Raises:
+            ServingError: the pool is of another base.
+        """
+        self._served = base, ref
+        ours = self._pool.read().base
+        if ours is None:
+            return
+        self._check_base(ours)
+        if self._is_ours[ours] is None:
+            logger.warning(
+                "%s has adapters of %s; nothing here tells whether that is %s, which is served",
+                self._pool.folder,
+                ours.name,
+                ref.path,
+            )
+
+    def check_by(self, check: Callable[[Manifest], None]) -> None:
+        """Have adapters that come checked first; it raises SoupkitError for what has no place."""
+        if self._coming is not None:
+            self._coming.check = partial(self._check_coming, check)
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -74,7 +107,21 @@ class Shelf:
         return (self._pool.folder, *(() if self._adapters is None else (self._adapters,)))
 
     def close(self) -> None:
-        self._adder.shutdown(wait=False, cancel_futures=True)
+        """Waits for nothing, nor does the process then; the last uses are told if nobody has the
+        pool.
+        """
+        self.stop()
+        self._closing.set()
+        self._told = -math.inf
+        self.tell_uses()
+        self._toucher.shutdown(wait=False)
+        if self._coming is not None:
+            self._coming.adder.shutdown(wait=False, cancel_futures=True)
+
+    def stop(self) -> None:
+        """Those who wait for an adapter are told that the server stops."""
+        if self._coming is not None:
+            self._coming.stop()
 
     def refresh(self) -> bool:
         """Reads pool.json again if it changed; True if tasks or contents are others now."""
@@ -93,13 +140,49 @@ class Shelf:
 
     def waiting(self) -> list[str]:
         """Names of adapters that have no slot yet, sorted."""
-        if self._adapters is None:
+        return (
+            [] if self._coming is None else [n for n in self._coming.names() if n not in self.refs]
+        )
+
+    def has(self, name: str) -> bool:
+        """Whether an adapter of that name is served, or would be if it were asked for."""
+        return name in self.refs or (self._coming is not None and self._coming.has(name))
+
+    async def admit(self, name: str, *, most: int | None = None) -> None:
+        """Has an adapter of the folder added to the pool, for `refresh` to find; as
+        Admissions.admit.
+        """
+        if self._coming is None or name in self.refs:
+            raise KeyError(name)
+        await self._coming.admit(name, self.refs, most=most)
+
+    def to_come(self, base_fingerprint: str) -> list[Manifest]:
+        """What may have to be served beside `manifests`: the adapters without a slot, and the
+        largest slot that merging all of them could make.
+        """
+        if self._coming is None:
             return []
+        coming, told = [], []
+        for name, info in self._coming.infos(self.waiting()).items():
+            with contextlib.suppress(BundleError):  # told when it is asked for
+                told.append(_manifest(info, name, base_fingerprint))
+                coming.append(info)
+        manifest = self._pool.read()
+        rule, count = manifest.rule, len(manifest.slots) + len(coming)
+        nbytes = manifest.nbytes + sum(info.nbytes for info in coming)
+        is_roomy = nbytes <= rule.capacity_bytes and count <= (rule.slots or count)
+        if coming and not (is_roomy and rule.open_below is None):
+            held = filter(None, map(self._info, self.refs))
+            merged = _merged([*coming, *held], rule.capacity_bytes, rule.rank)
+            told += [] if merged is None else [_manifest(merged, "merged", base_fingerprint)]
+        return told
+
+    def _info(self, task: str) -> AdapterInfo | None:
         try:
-            found = sorted(path.parent.name for path in self._adapters.glob(f"*/{CONFIG_NAME}"))
-        except OSError:
-            return []
-        return [name for name in found if name not in self.refs and _is_name(name)]
+            with self._pool.reading(task) as path:
+                return open_adapter(path).info
+        except (SoupkitError, OSError):
+            return None
 
     def manifests(self, base_fingerprint: str) -> dict[str, Manifest]:
         """By task, without those that cannot be served; loading them says why."""
@@ -111,7 +194,7 @@ class Shelf:
                     found[name] = adapter_manifest(
                         info, name=name, base_fingerprint=base_fingerprint, digest=ref.digest
                     )
-            except SoupkitError as error:
+            except (SoupkitError, OSError) as error:
                 logger.warning("adapter %r cannot be served: %s", name, error)
         return found
 
@@ -122,6 +205,8 @@ class Shelf:
             BundleError: it cannot be served, or has other content by now.
         """
         try:
+            if (base := self._pool.read().base) is not None:
+                self._check_base(base)
             with self._pool.reading(ref.name) as path:
                 adapter = open_adapter(path)
                 digest = adapter.info.digest()
@@ -139,43 +224,25 @@ class Shelf:
         except (SoupkitError, OSError) as error:
             raise BundleError(f"adapter {ref.name!r}: {error}") from error
 
-    async def admit(self, name: str) -> None:
-        """Has an adapter of the folder added to the pool, for `refresh` to find. A waiter that goes
-        away ends nothing.
+    def _check_base(self, base: PoolBase) -> None:
+        """Raise ServingError if adapters of `base` are not of the one that is served."""
+        if self._served is None:
+            return
+        served, ref = self._served
+        if base not in self._is_ours:
+            self._is_ours[base] = is_of_base(
+                base, served, name=ref.path, fingerprint=ref.fingerprint
+            )
+        if self._is_ours[base] is False:
+            raise ServingError(
+                f"{self._pool.folder}: adapters of {base.name}, whose weights are not those of the "
+                f"base that is served, {served.source}: serve them with a family of their own base"
+            )
 
-        Raises:
-            KeyError: the folder has none of that name. ServingError: the pool refuses it.
-        """
-        if name not in self.waiting():
-            raise KeyError(name)
-        until, reason = self._refused.get(name, (0.0, ""))
-        if self._clock() < until:
-            raise ServingError(reason)
-        task = self._admissions.get(name)
-        if task is None:
-            task = self._admissions[name] = asyncio.create_task(self._admit(name))
-            task.add_done_callback(lambda _: self._admissions.pop(name, None))
-        await asyncio.shield(task)
-
-    async def _admit(self, name: str) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            report = await loop.run_in_executor(self._adder, self._add, name)
-        except (SoupkitError, OSError, ValueError) as error:
-            logger.warning("adapter %r does not come into the pool: %s", name, error)
-            reason = f"adapter {name!r} does not come into the pool: {error}"
-            self._refused[name] = (self._clock() + AGAIN_SECONDS, reason)
-            raise ServingError(reason) from error
-        self._refused.pop(name, None)
-        if report is not None:
-            logger.info("adapter %r: %s, %.2f s", name, report.reason, report.seconds)
-
-    def _add(self, name: str) -> PoolReport | None:
-        """In the adder's thread; None if another process was faster."""
-        assert self._adapters is not None
-        if name in self._pool.tasks:
-            return None
-        return self._pool.add(self._adapters / name, task=name)
+    def _check_coming(self, check: Callable[[Manifest], None], info: AdapterInfo) -> None:
+        """Raise SoupkitError if the served model could not take an adapter."""
+        self._check_base(base_of(info))
+        check(_manifest(info, "", ""))
 
     def count(self, name: str) -> None:
         """Counts a request for a task; what the pool lets go first depends on them."""
@@ -189,7 +256,7 @@ class Shelf:
             return
         self._told = now
         uses, self._uses = self._uses, Counter()
-        self._adder.submit(self._touch, uses)
+        self._toucher.submit(self._touch, uses)
 
     def _touch(self, uses: Counter[str]) -> None:
         for name, count in uses.items():
@@ -214,9 +281,25 @@ class Shelf:
         return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
-def _is_name(name: str) -> bool:
-    try:
-        check_variant_name(name)
-    except ValueError:
-        return False
-    return True
+def _manifest(info: AdapterInfo, name: str, base_fingerprint: str) -> Manifest:
+    return adapter_manifest(info, name=name, base_fingerprint=base_fingerprint, digest="")
+
+
+def _merged(infos: Iterable[AdapterInfo], capacity: int, most: int | None) -> AdapterInfo | None:
+    """The largest adapter that merges of these can give within so many bytes."""
+    infos = list(infos)
+    modules: dict[str, ModuleInfo] = {}
+    ranks: Counter[str] = Counter()
+    for info in infos:
+        modules |= info.modules
+        ranks.update({name: module.rank for name, module in info.modules.items()})
+    sides = {name: (ranks[name], *module.shape) for name, module in modules.items()}
+    itemsize = min(module.dtype.itemsize for module in modules.values())
+    rank = fitting_rank(sides, {}, nbytes=capacity, itemsize=itemsize, rank=most)
+    if rank is None:
+        return None
+    grown = {
+        name: replace(module, rank=min(rank, ranks[name], *module.shape))
+        for name, module in modules.items()
+    }
+    return replace(infos[0], modules=grown)

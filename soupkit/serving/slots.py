@@ -24,6 +24,16 @@ def slot_shape(bank: VariantBank, manifests: Iterable[Manifest]) -> SlotShape:
     return shape
 
 
+def check_manifest(bank: VariantBank, manifest: Manifest, *, cache_bytes: int) -> None:
+    """Raise ServingError if the model, or a cache of so many bytes, cannot take a variant."""
+    nbytes = bank.shape_of(*outline(manifest), **ties(manifest)).nbytes
+    if nbytes > cache_bytes:
+        raise ServingError(
+            f"the variant needs a slot of {nbytes} bytes, the cache has {cache_bytes}; raise "
+            "--cache-bytes"
+        )
+
+
 class EngineSlots:
     """For one loader thread of the first rank; the others follow.
 

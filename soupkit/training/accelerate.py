@@ -16,7 +16,6 @@ call save and load, or resume.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from soupkit.training.ema_run import EmaRun
 from soupkit.training.finish import finish_run
 from soupkit.training.moments import has_stepped
 from soupkit.training.report import MergeReport
+from soupkit.training.scoring import Evaluate
 from soupkit.training.soup import SoupRun
 from soupkit.training.start import Preparation
 from soupkit.training.zero import is_engine
@@ -49,7 +49,7 @@ class Soup:
         base: str | Path | None = None,
         config: SoupConfig | None = None,
         accelerator: Any = None,
-        evaluate: Callable[[], float] | None = None,
+        evaluate: Evaluate | None = None,
         output_dir: str | Path | None = None,
         processing_class: Any = None,
     ) -> None:
@@ -66,7 +66,9 @@ class Soup:
             accelerator: an accelerate.Accelerator, whose save_state and load_state then carry the
                 step.
             evaluate: score of the live weights on held-out data, called in eval mode without
-                gradients on every rank; the mean over ranks counts. Needed by gate="metric".
+                gradients on every rank, which scores its own share; the mean over ranks counts. A
+                list of the batches' scores, in the same order each time, also tells how much of a
+                difference may be chance when the run ends. Needed by gate="metric".
             output_dir: its folder `soup` holds the state. Default: accelerator.project_dir, else
                 ".".
             processing_class: a tokenizer to store with the base and the variant.
@@ -289,9 +291,7 @@ class Soup:
             self._processing_class.save_pretrained(str(folder))
 
 
-def _check_arguments(
-    config: SoupConfig, optimizer: Any, evaluate: Callable[[], float] | None
-) -> None:
+def _check_arguments(config: SoupConfig, optimizer: Any, evaluate: Evaluate | None) -> None:
     if config.gate == "metric" and evaluate is None:
         raise ValueError(
             'gate="metric" needs evaluate=, a function that returns the held-out score of the '

@@ -49,6 +49,22 @@ def equal_weights(checkpoint: TensorSource, model: TensorSource) -> bool:
     return True
 
 
+def relative_difference(checkpoint: TensorSource, model: TensorSource) -> float | None:
+    """Norm of the difference of two sources over that of the first, in float64; None where their
+    tensors have other names or shapes.
+    """
+    if set(checkpoint.names) != set(model.names):
+        return None
+    squares = torch.zeros(2, dtype=torch.float64)
+    for name in model.names:
+        first, second = checkpoint.tensor(name), model.tensor(name)
+        if first.shape != second.shape:
+            return None
+        first, second = first.double(), second.to(first.device).double()
+        squares += torch.stack([(first - second).square().sum(), first.square().sum()]).cpu()
+    return float((squares[0] / squares[1]).sqrt()) if squares[0] > 0 else 0.0
+
+
 def find_base(
     model: nn.Module,
     tensors: TensorSource,
@@ -61,7 +77,7 @@ def find_base(
 
     Args:
         tensors: all of the model's, by its checkpoint's names.
-        given: what the user named; taken as it is.
+        given: what the user named; taken as it is, and a difference is told.
         save_companions: writes tokenizer files into a folder, where the step-0 weights have to be
             saved.
 
@@ -73,7 +89,14 @@ def find_base(
         CheckpointError: the named base cannot be read.
     """
     if given is not None:
-        return _record(open_checkpoint(_absolute(given)), revision=None)
+        named = open_checkpoint(_absolute(given))
+        difference = relative_difference(named, tensors)
+        if difference:
+            say(
+                f"the step-0 weights are not those of base={str(given)!r} but differ by "
+                f"{difference:.2%} of their norm, which is part of every delta, and of the variant"
+            )
+        return _record(named, revision=None)
     loaded_from, revision = _loaded_from(model)
     checkpoint = _holding(tensors, loaded_from, revision) if loaded_from else None
     if checkpoint is not None:

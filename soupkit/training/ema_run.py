@@ -25,7 +25,7 @@ from soupkit.training.judge import Judge
 from soupkit.training.params import ParamStore
 from soupkit.training.ranks import Ranks
 from soupkit.training.report import MergeReport
-from soupkit.training.scoring import Scorer
+from soupkit.training.scoring import Score, Scorer
 from soupkit.training.state import AverageRecord, SoupState
 from soupkit.training.telling import (
     REFUSALS_BEFORE_ADVICE,
@@ -120,10 +120,11 @@ class EmaRun:
         if self._scorer.is_gate:
             with preserved_rng(self.store.devices):
                 current, merged = self._scores()
-            is_better = self._judge.accepts(current, merged)
+            is_better, remark = self._judge.ends_with(current, merged)
             self._teller.say(
-                f"{self._teller.metric_name} of the live weights {current:.6g}, of the average "
-                f"{merged:.6g}: the run ends with the {'average' if is_better else 'live weights'}"
+                f"{self._teller.metric_name} of the live weights {current.value:.6g}, of the "
+                f"average {merged.value:.6g}{remark}: the run ends with the "
+                f"{'average' if is_better else 'live weights'}"
             )
             if not is_better:
                 return Final()
@@ -139,11 +140,13 @@ class EmaRun:
         if step > config.start_after_step and step % config.ema_every_n_steps == 0 and is_in_time:
             self.average.update(decay_of_update(config.ema_decay, self.average.num_updates))
 
-    def _scores(self) -> tuple[float | None, float | None]:
-        """Scores of the live weights and of the average."""
+    def _scores(self) -> tuple[Score, Score]:
+        """Scores of the live weights and of the average; with a gate only."""
         current = self._scorer.score()
         with self.average.swapped():
             merged = self._scorer.score()
+        assert current is not None
+        assert merged is not None
         return current, merged
 
     def _compare(self, step: int) -> MergeReport:
@@ -153,11 +156,11 @@ class EmaRun:
         return MergeReport(
             step=step,
             partner_step=step,
-            accepted=self._judge.accepts(current, merged),
+            accepted=self._judge.accepts(current.value, merged.value),
             method="ema",
             weight=1.0,
-            metric_current=current,
-            metric_merged=merged,
+            metric_current=current.value,
+            metric_merged=merged.value,
             reason="",
             seconds=seconds,
             score_seconds=self._scorer.take_seconds(),

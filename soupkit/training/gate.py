@@ -9,7 +9,6 @@ does, and summed over ranks.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Collection, Mapping
 from functools import partial
 from itertools import islice
@@ -94,14 +93,16 @@ class EvaluationLoss:
                     # A set without labels is found now, not at the first merge point.
                     ranks.on_each(partial(self._loss, found[0]))
 
-    def __call__(self) -> float:
-        """The live weights' score, the same bits on every rank. Collective; model in eval mode."""
+    def __call__(self) -> list[float]:
+        """The live weights' score on each of this rank's batches, weighted by its examples, so that
+        the mean over batches and ranks is the mean over examples. Collective; model in eval mode.
+        """
         weights = [num_examples(batch) for batch in self._batches]
         # One batch at a time: a rank that fails must not leave the others in the next collective.
         losses = [self._ranks.on_each(partial(self._loss, batch)) for batch in self._batches]
-        weighted = math.fsum(loss * weight for loss, weight in zip(losses, weights, strict=True))
-        sums = self._ranks.gather((weighted, sum(weights)))
-        return math.fsum(loss for loss, _ in sums) / sum(weight for _, weight in sums)
+        everywhere = [weight for rank in self._ranks.gather(weights) for weight in rank]
+        mean = sum(everywhere) / len(everywhere)
+        return [loss * weight / mean for loss, weight in zip(losses, weights, strict=True)]
 
     def _loss(self, batch: Any) -> float:
         """The Trainer's loss on one batch; what it notes of evaluations stays as it was."""

@@ -7,6 +7,9 @@
     no feeding back   the side soup is the partner: the best of it, the merge and the run (with a
                       gate), or the last merge (without)
 
+    at the end        what lies beside the run takes its place only if it is better by more than
+                      chance: by two standard errors of the gate's batches, where those are known
+
 A score that is not finite never wins.
 """
 
@@ -16,7 +19,11 @@ import math
 from dataclasses import dataclass
 
 from soupkit.training.report import MergeReport
+from soupkit.training.scoring import Score
 from soupkit.training.state import Partner, SoupState
+
+# Half of that would let one choice in six be chance; of the few candidates of a run, one would be.
+_STANDARD_ERRORS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,16 @@ class Judge:
         if not math.isfinite(merged):
             return False
         return not math.isfinite(current) or not self.is_better(current, merged)
+
+    def ends_with(self, live: Score, beside: Score) -> tuple[bool, str]:
+        """Whether a run ends with what lies beside it; a remark on that for people, or ""."""
+        difference, error = live.less(beside)
+        if error is None or not self.accepts(live.value, beside.value):
+            return self.accepts(live.value, beside.value), ""
+        margin = _STANDARD_ERRORS * error
+        if abs(difference) >= margin:
+            return True, ""
+        return False, f" (chance alone may differ by {margin:.2g}: score more held-out batches)"
 
     def choose(
         self, report: MergeReport, state: SoupState, metric: float | None

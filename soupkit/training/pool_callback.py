@@ -2,9 +2,9 @@
 
 What goes in are the weights that the run ends with: the live ones, or what a SoupCallback beside it
 ends with. With one it acts before that callback's export, in whatever order the two are listed.
-Factors are gathered one at a time and written by rank 0 as a PEFT folder beside the pool, which is
-removed once the pool has it and stays where the pool refuses it: a run that has trained does not
-fail for that. Not here: which slot (kmerge.py).
+Factors are gathered one at a time and written by rank 0 as a PEFT folder beside the pool, or in the
+run's output_dir where the disk refuses that. It is removed once the pool has it and stays where the
+pool refuses it: a run that has trained does not fail for that. Not here: which slot (kmerge.py).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class KMergeCallback(TrainerCallback):  # type: ignore[misc]  # transformers shi
             ValueError: task is no name.
         """
         check_variant_name(task, "task")
-        self.pool = Path(pool).expanduser().absolute()
+        self.pool = Path(os.path.expanduser(pool)).absolute()
         self.task = task
         self.rule = rule
         self.quality = quality
@@ -70,6 +70,7 @@ class KMergeCallback(TrainerCallback):  # type: ignore[misc]  # transformers shi
         self.kept: Path | None = None
         self._attached: Trainer | None = None
         self._model: Any = None
+        self._output: Path | None = None
         self._is_preempted = False
         self._has_soup = False
 
@@ -90,6 +91,7 @@ class KMergeCallback(TrainerCallback):  # type: ignore[misc]  # transformers shi
         ranks.on_zero(lambda: self._check_pool(fields))
         self.report = self.kept = None
         self._model, self._is_preempted, self._has_soup = model, False, False
+        self._output = Path(args.output_dir).absolute()
         for other in trainer.callback_handler.callbacks:
             if isinstance(other, SoupCallback):
                 self._has_soup = True
@@ -153,8 +155,7 @@ class KMergeCallback(TrainerCallback):  # type: ignore[misc]  # transformers shi
         kept: Path | None = None
         try:
             modules = dict(_module(unit, tensors) for unit in units)
-            out = _free(self.pool.with_name(f"{self.pool.name}-{self.task}"))
-            kept = write_adapter(out, modules, **fields)
+            kept = self._keep(modules, fields)
             rule = {} if self.rule is None else self.rule.to_json()
             report = AdapterPool.add_to(
                 self.pool, kept, rule=rule, task=self.task, quality=self.quality
@@ -170,6 +171,15 @@ class KMergeCallback(TrainerCallback):  # type: ignore[misc]  # transformers shi
             f"{', '.join(report.tasks)} ({report.reason})"
         )
         return report, None
+
+    def _keep(self, modules: Mapping[str, Module], fields: Mapping[str, Any]) -> Path:
+        name = f"{self.pool.name}-{self.task}"
+        try:
+            return write_adapter(_free(self.pool.with_name(name)), modules, **fields)
+        except OSError:
+            if self._output is None:
+                raise
+            return write_adapter(_free(self._output / name), modules, **fields)
 
 
 def _checked_fields(model: Any) -> dict[str, Any]:

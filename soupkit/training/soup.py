@@ -5,7 +5,7 @@
     bit for bit; capture the weights the run goes on with, if they are the best so far.
 
 Unless merges are fed back, the run goes on with its old weights either way; what is captured is a
-soup beside it, and the run ends with the better of the two.
+soup beside it, and the run ends with that if it is better by more than chance.
 
 The state on disk is written last and at once, so a process that dies anywhere leaves the state
 before step N or after it; a fault that is caught leaves the weights that belong to the state. The
@@ -37,7 +37,7 @@ from soupkit.training.moments import reset_moments
 from soupkit.training.params import ParamStore
 from soupkit.training.ranks import Ranks
 from soupkit.training.report import MergeReport
-from soupkit.training.scoring import Scorer
+from soupkit.training.scoring import Score, Scorer
 from soupkit.training.state import Partner, SoupState
 from soupkit.training.stored_cuts import Found
 from soupkit.training.telling import REFUSALS_BEFORE_ADVICE, Teller, advice
@@ -51,9 +51,13 @@ class _Trial:
 
     matrices: tuple[MatrixReport, ...]
     found: dict[str, Found]
-    current: float | None
-    merged: float | None
+    current: Score | None
+    merged: Score | None
     reason: str
+
+
+def _value(score: Score | None) -> float | None:
+    return None if score is None else score.value
 
 
 class SoupRun:
@@ -159,20 +163,21 @@ class SoupRun:
 
     def final(self) -> Final:
         """What the run ends with: its live weights, or its side soup if training sees no merges;
-        with a gate the side soup only if it scores at least as well. Collective.
+        with a gate the side soup only if it scores better by more than chance. Collective.
         """
         partner = self.state.partner
         if self.config.feed_back or partner is None:
             return Final()
         soup = f"side soup of step {partner.step}"
-        if self._scorer.is_gate and partner.score is not None:
-            # Training went on after the last merge point, or the best checkpoint was loaded.
-            with preserved_rng(self.store.devices):
-                current = self._scorer.score()
-            is_better = self._judge.accepts(current, partner.score)
+        # Training went on after the last merge point, or the best checkpoint was loaded.
+        with preserved_rng(self.store.devices):
+            current = None if partner.score is None else self._scorer.score()
+        if current is not None and partner.score is not None:
+            beside = Score(partner.score, partner.parts)
+            is_better, remark = self._judge.ends_with(current, beside)
             self._teller.say(
-                f"{self._teller.metric_name} of the live weights {current:.6g}, of the {soup} "
-                f"{partner.score:.6g}"
+                f"{self._teller.metric_name} of the live weights {current.value:.6g}, of the "
+                f"{soup} {beside.value:.6g}{remark}"
             )
         else:
             # A capture that was never merged is just an old step.
@@ -185,14 +190,16 @@ class SoupRun:
         self._teller.close()
 
     def _capture_first(self, step: int, metric: float | None) -> None:
-        score = self._scorer.score() if metric is None else self.ranks.mean(metric)
+        found = self._scorer.score() if metric is None else Score(self.ranks.mean(metric))
+        score = None if found is None else found.value
         if score is not None and not math.isfinite(score):
             name = self._teller.metric_name
             self._teller.say(f"step {step}: {name} is {score}; these weights are not captured")
             return
         self.journal.capture(step)
         seen = self.state.metric_seen or metric is not None
-        self._commit(replace(self.state, step=step, partner=Partner(step, score), metric_seen=seen))
+        partner = Partner(step, score, parts=() if found is None else found.parts)
+        self._commit(replace(self.state, step=step, partner=partner, metric_seen=seen))
         known = "" if score is None else f" ({self._teller.metric_name} {score:.6g})"
         self._teller.say(
             f"step {step}: first merge point, weights captured{known}; the next one merges"
@@ -220,15 +227,16 @@ class SoupRun:
 
     def _report(self, step: int, partner: Partner, trial: _Trial, *, started: float) -> MergeReport:
         # Of the slowest rank, so that every rank has the same report.
+        current, merged = _value(trial.current), _value(trial.merged)
         spent = self.ranks.gather((time.perf_counter() - started, self._scorer.take_seconds()))
         return MergeReport(
             step=step,
             partner_step=partner.step,
-            accepted=not trial.reason and self._judge.accepts(trial.current, trial.merged),
+            accepted=not trial.reason and self._judge.accepts(current, merged),
             method=self.config.method,
             weight=self.config.weight,
-            metric_current=trial.current,
-            metric_merged=trial.merged,
+            metric_current=current,
+            metric_merged=merged,
             reason=trial.reason,
             seconds=max(seconds for seconds, _ in spent),
             score_seconds=max(seconds for _, seconds in spent),
@@ -271,6 +279,9 @@ class SoupRun:
         metric = None if metric is None else self.ranks.mean(metric)
         chosen, from_undo, metric_seen = self._judge.choose(report, self.state, metric)
         stays = report.accepted and self.config.feed_back
+        scored = trial.current if from_undo else trial.merged
+        if chosen is not None and scored is not None:
+            chosen = replace(chosen, parts=scored.parts)
         if chosen is not None and not from_undo:
             self.journal.capture(chosen.step)
         if not stays:

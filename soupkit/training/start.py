@@ -34,7 +34,7 @@ from soupkit.training.journal import Journal, agreed_checksum
 from soupkit.training.moments import check_reset
 from soupkit.training.params import ParamStore
 from soupkit.training.ranks import Ranks
-from soupkit.training.scoring import Scorer
+from soupkit.training.scoring import Evaluate, Scorer
 from soupkit.training.served import on_zero_reading
 from soupkit.training.snapshot import Snapshot
 from soupkit.training.soup import SoupRun
@@ -115,7 +115,7 @@ class Preparation:
         self,
         step: int,
         *,
-        evaluate: Callable[[], float] | None,
+        evaluate: Evaluate | None,
         optimizer: Any,
         logdir: Path | None,
         checkpoint_steps: Callable[[], Iterable[int] | None],

@@ -64,11 +64,18 @@ class Partner:
     Args:
         step: that they are of. score: None: captured without one.
         cuts: step of the merge that stored the truncations of their deltas; None: not known yet.
+        parts: the score of each part of the held-out data; () where they are not known.
     """
 
     step: int
     score: float | None
     cuts: int | None = None
+    parts: tuple[float, ...] = ()
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Partner:
+        """Read back; states of older versions have no parts."""
+        return cls(**{**value, "parts": tuple(value.get("parts", ()))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +124,7 @@ class SoupState:
         partner, average = fields.pop("partner"), fields.pop("average", None)
         return replace(
             cls(**{**fields, "base": BaseRecord(**fields["base"])}),
-            partner=None if partner is None else Partner(**partner),
+            partner=None if partner is None else Partner.from_json(partner),
             history=tuple(fields["history"]),
             average=None if average is None else AverageRecord(**average),
         )

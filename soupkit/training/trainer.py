@@ -149,7 +149,7 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
         tensors = checkpoint_tensors(trainer.model_wrapped)
         return lambda base: check_export(export, base, tensors)
 
-    def _gate(self, trainer: Trainer, preparation: Preparation) -> Callable[[], float] | None:
+    def _gate(self, trainer: Trainer, preparation: Preparation) -> EvaluationLoss | None:
         if self.config.gate == "none":
             return None
         return EvaluationLoss(

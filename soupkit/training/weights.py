@@ -23,7 +23,14 @@ from soupkit.training.parts import Weight, Whole
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside DDP, DataParallel, DeepSpeed, FSDP1 and torch.compile, in any nesting."""
+    *_, inner = _layers(model)
+    return inner
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """A model and what it wraps, from outside to inside."""
     while True:
+        yield model
         if (
             isinstance(model, (DistributedDataParallel, DataParallel))
             or zero.is_engine(model)
@@ -34,7 +41,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
             model = compiled
         else:
-            return model
+            return
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
@@ -49,7 +56,10 @@ def strategy_name(model: nn.Module) -> str:
     sharded = zero.strategy_name(model) or fsdp.strategy_name(model)
     if sharded is not None:
         return sharded
-    return "DDP" if dist.is_initialized() and dist.get_world_size() > 1 else "one process"
+    if any(isinstance(layer, DistributedDataParallel) for layer in _layers(model)):
+        return "DDP"
+    has_others = dist.is_initialized() and dist.get_world_size() > 1
+    return "unwrapped replicas" if has_others else "one process"
 
 
 class ModelTensors:

@@ -1,0 +1,306 @@
+"""Which variants an engine has now, seen from the process that takes requests.
+
+    name --family.json--> digest --> one load: copy and check (a thread), then told to the engine
+    a request is counted from before the engine sees it to its last token
+    unloading: hidden at once, forgotten when its last request has ended
+
+A load touches nothing that generates. The copies of all variants stay within a budget of host
+memory: the least recently asked for that no request has goes first. What failed to load is not
+tried again for a while; its requests are told why, and nobody else notices. All on one event loop.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Set
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from soupkit.errors import BundleError, ServingError
+from soupkit.family import VariantRef
+
+from .store import Store
+
+logger = logging.getLogger("vllm.soupkit")
+
+AGAIN_SECONDS = 30.0
+ROOM_SECONDS = 60.0
+DRAIN_SECONDS = 30.0
+MAX_LOADS = 2
+
+Key = tuple[str, str]  # name, digest
+
+
+class EngineClient(Protocol):
+    """What is asked of vLLM's engine: EngineClient of its API process."""
+
+    async def add_lora(self, lora_request: Any) -> bool: ...
+
+    async def remove_lora(self, lora_id: int) -> bool: ...
+
+    async def abort(self, request_id: list[str]) -> None: ...
+
+
+@dataclass(slots=True)
+class Copy:
+    """A variant that the engine has."""
+
+    ref: VariantRef
+    nbytes: int
+    request: Any  # vLLM's LoRARequest
+    users: set[str] = field(default_factory=set)  # ids of open requests
+    is_leaving: bool = False
+
+
+class Copies:
+    """The variants of a family in one engine; see the module."""
+
+    def __init__(
+        self,
+        store: Store,
+        engine: EngineClient,
+        make_request: Callable[[str, int, str], Any],
+        *,
+        pins: frozenset[str] = frozenset(),
+        clock: Callable[[], float] = time.monotonic,
+        room_seconds: float = ROOM_SECONDS,
+    ) -> None:
+        """Has none yet.
+
+        Args:
+            make_request: a LoRARequest of a name, a number and a path.
+            pins: names that stay when others need room.
+            room_seconds: how long a load waits for others to be done with their copies.
+        """
+        self.store = store
+        self._engine, self._make_request, self._clock = engine, make_request, clock
+        self._pins, self._room_seconds = pins, room_seconds
+        self._copies: dict[int, Copy] = {}  # by number, least recently asked for first
+        self._loads: dict[Key, asyncio.Task[Copy]] = {}
+        self._loading_bytes: dict[Key, int] = {}
+        self._failed: dict[Key, tuple[float, str]] = {}  # until when, and why
+        self._hidden: set[str] = set()
+        self._number = 0
+        self._readers = ThreadPoolExecutor(MAX_LOADS, "soupkit-load")
+        self._changed = asyncio.Condition()
+        self._ends: set[asyncio.Task[None]] = set()
+
+    def close(self) -> None:
+        """Begins nothing more, and removes the copies."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
+        self.store.close()
+
+    def names(self) -> list[str]:
+        """Of the variants that are served, resident or not."""
+        return [name for name in self.store.refresh().variants if name not in self._hidden]
+
+    def ref(self, name: str) -> VariantRef | None:
+        """The newest content of a name; None if it is not served."""
+        return None if name in self._hidden else self.store.refresh().variants.get(name)
+
+    def current(self, name: str) -> Copy | None:
+        """The copy of a name's newest content, if the engine has it."""
+        ref = self.ref(name)
+        found = None
+        for copy in self._copies.values():
+            if copy.ref.name != name or copy.is_leaving:
+                continue
+            if ref is not None and copy.ref.digest == ref.digest:
+                found = copy
+            else:
+                self._let_go(copy)
+        return found
+
+    async def take(self, name: str) -> Any:
+        """A variant's LoRARequest, once the engine has it; one load however many ask.
+
+        Raises:
+            KeyError: there is no such variant. ServingError: it cannot be loaded.
+        """
+        ref = self.ref(name)
+        if ref is None:
+            raise KeyError(name)
+        found = self.current(name)
+        if found is None:
+            found = await self._load(ref)
+        number = found.request.lora_int_id
+        if number in self._copies:
+            self._copies[number] = self._copies.pop(number)
+        return found.request
+
+    @asynccontextmanager
+    async def using(self, request: Any, request_id: str) -> AsyncIterator[Any]:
+        """Keeps a variant for one request; yields the LoRARequest to hand on: another if its copy
+        went since `take`.
+
+        Raises:
+            ServingError: the variant was unloaded, or cannot be loaded again.
+        """
+        copy = self._copies.get(request.lora_int_id)
+        while copy is None or copy.is_leaving:
+            try:
+                again = await self.take(request.lora_name)
+            except KeyError:
+                raise ServingError(f"variant {request.lora_name!r} was unloaded") from None
+            copy = self._copies.get(again.lora_int_id)
+        copy.users.add(request_id)
+        try:
+            yield copy.request
+        finally:
+            copy.users.discard(request_id)
+            await self._tell()
+
+    async def load(self, name: str) -> None:
+        """Shows a name that was unloaded, and loads it. Raises as `take`."""
+        was_hidden = name in self._hidden
+        self._hidden.discard(name)
+        ref = self.ref(name)
+        if ref is not None:
+            self._failed.pop((name, ref.digest), None)
+        try:
+            await self.take(name)
+        except BaseException:
+            if was_hidden:
+                self._hidden.add(name)
+            raise
+
+    async def unload(self, name: str, *, drain_seconds: float = DRAIN_SECONDS) -> None:
+        """Serves a name no more, and frees what holds it once its requests have ended; those that
+        have not in time are aborted.
+
+        Raises:
+            KeyError: there is no such variant.
+        """
+        if self.ref(name) is None:
+            raise KeyError(name)
+        self._hidden.add(name)
+        mine = [copy for copy in self._copies.values() if copy.ref.name == name]
+        for copy in mine:
+            self._let_go(copy)
+        numbers = {copy.request.lora_int_id for copy in mine}
+
+        async def gone() -> None:
+            async with self._changed:
+                await self._changed.wait_for(lambda: numbers.isdisjoint(self._copies))
+
+        try:
+            await asyncio.wait_for(gone(), drain_seconds)
+        except asyncio.TimeoutError:
+            for copy in mine:
+                await self._engine.abort(sorted(copy.users))
+            await gone()
+
+    async def _load(self, ref: VariantRef) -> Copy:
+        key = (ref.name, ref.digest)
+        until, reason = self._failed.get(key, (0.0, ""))
+        if self._clock() < until:
+            raise ServingError(reason)
+        task = self._loads.get(key)
+        if task is None:
+            task = self._loads[key] = asyncio.create_task(self._load_once(ref))
+            task.add_done_callback(lambda done: self._loaded(key, done))
+        # A client that goes away ends its own waiting only.
+        return await asyncio.shield(task)
+
+    def _loaded(self, key: Key, done: "asyncio.Task[Copy]") -> None:
+        del self._loads[key]
+        self._loading_bytes.pop(key, None)
+        if not done.cancelled() and (error := done.exception()) is not None:
+            logger.warning("%s", error)
+            self._failed[key] = (self._clock() + AGAIN_SECONDS, str(error))
+
+    async def _load_once(self, ref: VariantRef) -> Copy:
+        began = self._clock()
+        loop = asyncio.get_running_loop()
+        try:
+            nbytes = self.store.size(ref)
+            await self._make_room(ref, nbytes)
+            path = await loop.run_in_executor(self._readers, self.store.copy, ref)
+            # Others take numbers while this one waits.
+            self._number = number = self._number + 1
+            request = self._make_request(ref.name, number, str(path))
+            await self._engine.add_lora(request)
+        except ServingError:
+            raise
+        except Exception as error:
+            self._drop(ref, unless=self._loads.keys() - {(ref.name, ref.digest)})
+            known = isinstance(error, BundleError | OSError)
+            if not known:
+                logger.exception("variant %r", ref.name)
+            raise ServingError(f"variant {ref.name!r} cannot be loaded: {error}") from error
+        copy = self._copies[number] = Copy(ref, nbytes, request)
+        logger.info("variant %r: loaded in %.2f s", ref.name, self._clock() - began)
+        return copy
+
+    async def _make_room(self, ref: VariantRef, nbytes: int) -> None:
+        """Waits until a copy fits in the budget, letting go of what nobody has."""
+        budget = self.store.budget
+        if nbytes > budget:
+            raise ServingError(
+                f"variant {ref.name!r} takes {nbytes} bytes of host memory, the budget is "
+                f"{budget}: give more with --host-cache-bytes"
+            )
+        key = (ref.name, ref.digest)
+
+        def fits() -> bool:
+            used = sum(copy.nbytes for copy in self._copies.values())
+            used += sum(self._loading_bytes.values())
+            idle = [
+                copy
+                for copy in self._copies.values()
+                if not (copy.users or copy.is_leaving or copy.ref.name in self._pins)
+            ]
+            leaving = sum(c.nbytes for c in self._copies.values() if c.is_leaving)
+            over = used + nbytes - budget - leaving
+            for copy in idle:
+                if over <= 0:
+                    break
+                over -= copy.nbytes
+                self._let_go(copy)
+            return used + nbytes <= budget
+
+        async def room() -> None:
+            async with self._changed:
+                await self._changed.wait_for(fits)
+                self._loading_bytes[key] = nbytes
+
+        try:
+            await asyncio.wait_for(room(), self._room_seconds)
+        except asyncio.TimeoutError:
+            raise ServingError(
+                f"variant {ref.name!r}: all variants in host memory have requests; try again, or "
+                "give more with --host-cache-bytes"
+            ) from None
+
+    def _let_go(self, copy: Copy) -> None:
+        """Has a copy forgotten when its last request has ended; `using` takes it no more."""
+        if not copy.is_leaving:
+            copy.is_leaving = True
+            task = asyncio.get_running_loop().create_task(self._end(copy))
+            self._ends.add(task)
+            task.add_done_callback(self._ends.discard)
+
+    async def _end(self, copy: Copy) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not copy.users)
+        number = copy.request.lora_int_id
+        try:
+            await self._engine.remove_lora(number)
+        except Exception as error:  # noqa: BLE001 - a dead engine cannot be told, and says so itself
+            logger.error("variant %r cannot be removed: %s", copy.ref.name, error)
+        self._copies.pop(number, None)
+        self._drop(copy.ref, unless=self._loads.keys())
+        await self._tell()
+
+    def _drop(self, ref: VariantRef, *, unless: Set[Key]) -> None:
+        """Removes the copy of a content that nobody has, nor one of these loads will."""
+        used = {copy.ref.digest for copy in self._copies.values()}
+        used |= {digest for _, digest in unless}
+        if ref.digest not in used:
+            self.store.drop(ref.digest)
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
