@@ -19,6 +19,9 @@ from pathlib import Path
 
 import pytest
 import serving_kit
+import typer
+
+from soupkit.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -54,6 +57,20 @@ def test_every_block_has_a_language_that_is_run_or_shown() -> None:
     assert {kind for kind, _ in BLOCK.findall(README)} <= {"bash", "python", "text"}
     assert len(BLOCK.findall(README)) == README.count("```") // 2
     assert all(any(old in README for old in (key,)) for key in SHORTER)
+
+
+def test_commands_that_are_only_shown_take_these_options() -> None:
+    """Units and container files are run by nobody here; their options must be there at least."""
+    known = {
+        name: {flag for option in command.params for flag in option.opts}
+        for name, command in typer.main.get_command(app).commands.items()  # type: ignore[attr-defined]
+    }
+    shown = "\n".join(blocks("text")).replace('", "', " ")
+    found = re.findall(r"soupkit (serve|plan|bench)\b([^\n]*)", shown)
+    flags = [(name, flag) for name, rest in found for flag in re.findall(r"(?<!\S)--[a-z-]+", rest)]
+    assert ("serve", "--replicas") in flags
+    assert ("serve", "--base") in flags
+    assert [flag for flag in flags if flag[1] not in known[flag[0]]] == []
 
 
 @pytest.fixture
