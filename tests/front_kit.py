@@ -40,7 +40,8 @@ class Fake:
 
     Args:
         lose: requests to lose before they are answered. cut: after how many chunks streams break.
-        refuse: what completions are answered instead. hold: what they wait for.
+        refuse: what completions are answered instead, and the state from then on. hold: what they
+            wait for.
     """
 
     line: dict[str, Any]
@@ -54,6 +55,7 @@ class Fake:
     lose: int = 0
     cut: int | None = None
     refuse: tuple[int, dict[str, Any]] | None = None
+    then: str = ""
     hold: asyncio.Event | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = ""
@@ -131,6 +133,7 @@ class Fake:
         if self.hold is not None:
             await self.hold.wait()
         if self.refuse is not None:
+            self.state = self.then or self.state
             return httpx.Response(self.refuse[0], json={"error": self.refuse[1]})
         if name in self.hidden or name not in ("base", *NAMES):
             return httpx.Response(404, json={"error": {"code": "model_not_found"}})

@@ -147,6 +147,23 @@ def test_a_replica_that_leaves_is_passed_by() -> None:
     play(scene)
 
 
+def test_a_request_waits_if_all_others_are_down_when_one_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_module, "FIRST_BACKOFF_SECONDS", 0.2)
+
+    async def scene(it: Stage) -> None:
+        it.fakes[0].phases["a"] = "resident"
+        await it.sees()
+        it.fakes[0].refuse, it.fakes[0].then = LEAVING, "draining"
+        it.fakes[1].over.set()
+        it.fleet.note_fault(it.fleet.members[1])
+        assert (await it.ask("a")).json() == {"from": 1, "model": "a"}
+        assert it.fakes[0].asked == ["a"]
+
+    play(scene)
+
+
 @pytest.mark.parametrize(
     ("status", "code"), [(400, None), (404, "model_not_found"), (429, "queue_full")]
 )

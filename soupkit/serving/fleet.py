@@ -115,15 +115,11 @@ class Fleet:
     def end_open(self) -> None:
         """The replicas do, each at the end of its own time."""
 
-    async def pick(
-        self, model: str, *, weight: int, excluded: Collection[int] = ()
-    ) -> Member | None:
+    async def pick(self, model: str, *, weight: int, excluded: Collection[int] = ()) -> Member:
         """The replica for a request, whose sequences it has from now on until `release`.
 
         Args:
-            weight: sequences. excluded: replicas that have refused it.
-        Returns:
-            None if there is none but those.
+            weight: sequences. excluded: replicas that come last, as they have refused it.
         Raises:
             ServingError: the server stops, or no replica was up for too long.
         """
@@ -131,14 +127,15 @@ class Fleet:
         while not self.draining:
             base = frozenset({"base", *self.names()[:1]})
             views = [member.view(base) for member in self.members]
-            chosen = choose(views, None if model in base else model, excluded=excluded)
+            variant = None if model in base else model
+            chosen = choose(views, variant, excluded=excluded)
+            if chosen is None:
+                chosen = choose(views, variant)
             if chosen is not None:
                 if not views[chosen].holds(model) and any(view.holds(model) for view in views):
                     self.copies += 1
                 self.hold(self.members[chosen], model, weight)
                 return self.members[chosen]
-            if any(member.is_up for member in self.members):
-                return None
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
             except asyncio.TimeoutError:

@@ -212,14 +212,11 @@ class Front:
         Raises:
             ApiError: too many were lost. ServingError: none is up.
         """
-        excluded: set[int] = set()
-        refusal: Response | None = None
+        refused: set[tuple[int, int]] = set()  # replicas, and which of their processes
         lost = 0
         while lost < MAX_LOST:
+            excluded = [i for i, restarts in refused if self.fleet.members[i].restarts == restarts]
             member = await self.fleet.pick(name, weight=weight, excluded=excluded)
-            if member is None:
-                assert refusal is not None
-                return refusal
             try:
                 async with AsyncExitStack() as held:
                     held.callback(self.fleet.release, member, name, weight)
@@ -231,12 +228,12 @@ class Front:
                 lost += 1
                 self.counts.retries += 1
                 continue
-            if not _is_leaving(found):
+            if not _is_leaving(found) or member.index in excluded:
                 return found
-            # It stops, or its engine has: another one may answer.
-            excluded.add(member.index)
+            # It stops, or its engine has: another one may answer, or the one in its place.
+            self.fleet.note_fault(member)
+            refused.add((member.index, member.restarts))
             self.counts.retries += 1
-            refusal = found
         raise too_many_lost()
 
     async def _ask(
