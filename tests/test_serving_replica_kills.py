@@ -58,9 +58,12 @@ def is_alive(pid: int) -> bool:
 
 
 @contextmanager
-def fleet(root: Path, **settings: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The front's process and its address; with it all replicas end."""
+def fleet(
+    root: Path, *, early: str = "", **settings: Any
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The front's process, which does `early` first, and its address; with it all replicas end."""
     code = (
+        f"{early}\n"
         "from soupkit.serving.front_app import run\n"
         f"run({str(root / 'family')!r}, port=0, device='cpu', **{settings!r})"
     )
@@ -260,3 +263,16 @@ def test_what_ranks_cannot_share_is_refused_in_a_line(root: Path) -> None:
         start_ranks({"device": "cuda:1"}, place)
     with pytest.raises(ValueError, match="tensor_parallel=0"):
         run(root / "family", replicas=1, tensor_parallel=0)
+
+
+@pytest.mark.slow
+def test_a_replica_that_hangs_is_replaced_and_what_it_held_is_answered(root: Path) -> None:
+    early = "from soupkit.serving import fleet; fleet.HANG_SECONDS = 3.0"
+    with fleet(root, early=early, replicas=2, max_running=4) as (front, url):
+        body = {"model": "v1", "prompt": "x", "max_tokens": 4, "temperature": 0}
+        first = httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT)
+        os.kill(children(front.pid)[0], signal.SIGSTOP)
+        os.kill(children(front.pid)[1], signal.SIGSTOP)
+        again = httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT * 3)
+        assert again.json()["choices"] == first.json()["choices"]
+        assert [one["restarts"] for one in replicas_of(url)].count(1) >= 1
