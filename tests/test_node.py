@@ -278,6 +278,8 @@ def test_the_command_line_plans_a_node(tmp_path) -> None:
     assert told.exit_code == 0, told.output
     for text in ("1 x TP 8", "fits, advised", "scales of linears", "cold start", "off:"):
         assert text in told.stdout
+    command = "--replicas 1 --tensor-parallel 8 --cache-bytes 19479134080 --max-running 32"
+    assert f"soupkit serve FAMILY {command}" in told.stdout
     document = json.loads(run(*node, "--json").stdout)
     best = document["advised"]
     assert best["bytes"] == sum(item["bytes"] for item in best["items"])

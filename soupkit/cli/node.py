@@ -24,9 +24,16 @@ def show_node(found: NodePlan) -> None:
         + (f", {cold} cold" if cold else "")
     )
     say(f"it needs {found.needs}")
-    running = -(-wish.requests // best.layout.replicas)
-    cache = best.slots * best.slot_bytes
-    say(f"each replica: --cache-bytes {cache} (of every rank), --max-running {running}")
+    layout = best.layout
+    running = -(-wish.requests // layout.replicas)
+    if layout.pipeline == 1:
+        # Half a slot more, so that no slot is lost to what a server aligns.
+        cache_bytes = int((best.slots + 0.5) * best.slot_bytes)
+        cache = f" --cache-bytes {cache_bytes}" if best.slots else ""
+        say(
+            f"soupkit serve FAMILY --replicas {layout.replicas} --tensor-parallel {layout.tensor}"
+            f"{cache} --max-running {running}"
+        )
     table = Table("figure", "the document", "here", "why", title="The design document's figures")
     for claim in found.claims:
         told = f"off: {claim.why}" if claim.is_off else claim.why
