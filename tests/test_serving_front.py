@@ -9,14 +9,17 @@ from typing import Any
 
 import httpx
 import pytest
+from browser_kit import ABSENT, CHROMIUM, browsing
 from front_kit import ADMIN, NAMES, Fake, Stage, Transport, stage
 from prometheus_client.parser import text_string_to_metric_families
+from serving_kit import wait_for
 
 from soupkit.errors import ServingError
 from soupkit.serving import fleet as fleet_module
 from soupkit.serving import front as front_module
 from soupkit.serving.fleet import Fleet
 from soupkit.serving.front import MAX_LOST
+from soupkit.serving.front_app import FrontServer
 from soupkit.serving.replica_process import ReplicaSettings
 
 LEAVING = (503, {"message": "the server is stopping", "code": "unavailable"})
@@ -449,3 +452,33 @@ def test_many_requests_while_replicas_come_and_go(
     play(scene, 3)
     assert found.total() == 150
     assert min(found["whole"], found["stream"], found["cut"]) > 0
+
+
+@pytest.mark.skipif(not CHROMIUM, reason=ABSENT)
+def test_a_browser_shows_all_replicas() -> None:
+    cards = "[...document.querySelectorAll('#cards section')].map((card) => card.innerText)"
+
+    def look(url: str) -> list[str]:
+        with browsing() as browser:
+            browser.open(f"{url}/", width=1280, height=800)
+            wait_for(lambda: browser.run("document.querySelectorAll('#models tr').length"), "rows")
+            found: list[str] = browser.run(cards)
+            return found
+
+    async def scene(it: Stage) -> None:
+        server = FrontServer(it.app, it.fleet, host="127.0.0.1", port=0)
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        it.fakes[0].phases["a"] = "resident"
+        it.fakes[1].state = "draining"
+        await it.sees()
+        host, port = server.address
+        told = await asyncio.to_thread(look, f"http://{host}:{port}")
+        assert [text.split() for text in told if "Replicas" in text] == [
+            "Replicas 1 of 2 ready, 0 restarts".split()
+        ]
+        server.should_exit = True
+        await serving
+
+    play(scene)

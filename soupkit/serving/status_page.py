@@ -109,6 +109,12 @@ function cards(status, now) {
     found.push(card("Host cache", bytes(host.used_bytes), "of " + bytes(host.budget_bytes),
       host.used_bytes / host.budget_bytes));
   }
+  if (status.replicas) {
+    const up = status.replicas.filter((one) => one.state === "ready").length;
+    const starts = status.replicas.reduce((sum, one) => sum + one.restarts, 0);
+    found.push(card("Replicas", up + " of " + status.replicas.length, "ready, " + starts
+      + (starts === 1 ? " restart" : " restarts"), up / status.replicas.length));
+  }
   document.getElementById("cards").replaceChildren(...found);
 }
 function row(model, now) {
