@@ -476,7 +476,7 @@ def test_a_browser_shows_all_replicas() -> None:
         host, port = server.address
         told = await asyncio.to_thread(look, f"http://{host}:{port}")
         assert [text.split() for text in told if "Replicas" in text] == [
-            "Replicas 1 of 2 ready, 0 restarts".split()
+            ["Replicas", "1", "of", "2", "ready,", "0", "restarts"]
         ]
         server.should_exit = True
         await serving
