@@ -376,9 +376,10 @@ def test_no_request_waits_for_ever_or_after_a_stop(monkeypatch: pytest.MonkeyPat
         it.fleet._max_wait_seconds = 0.0
         answer = await it.ask("a")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
-        it.fleet._max_wait_seconds = 60.0
+        it.fleet._max_wait_seconds = 3600.0
         waiting = asyncio.create_task(it.ask("a"))
-        await asyncio.sleep(0)
+        while not it.fleet._changed._waiters:  # type: ignore[attr-defined]
+            await asyncio.sleep(0)
         it.fleet.terminate()
         assert "is stopping" in (await waiting).json()["error"]["message"]
 
