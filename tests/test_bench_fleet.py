@@ -256,7 +256,9 @@ def test_what_loads_cost_is_seen_in_first_tokens():
 
 
 def test_how_far_the_two_are_apart_is_the_larger_by_the_smaller():
-    served, simulated = fleet.Outcome(0.5, 0.2, 1.0, 0.0), fleet.Outcome(0.4, 0.3, 1.0, 0.0)
+    served, simulated = (
+        fleet.Outcome(resident, mean, 0.1, 1.0, 0.0) for resident, mean in ((0.5, 0.2), (0.4, 0.3))
+    )
     rows = fleet_check._rows([(served, simulated), (simulated, simulated), (simulated, served)])
     assert [row.ratio for row in rows] == pytest.approx([1.25, 1.5, 1.0])
     assert [row.ok for row in rows] == [False, True, True]
