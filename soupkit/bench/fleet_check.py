@@ -35,6 +35,7 @@ from soupkit.serving.states import Limits, Phase
 VARIANTS, SLOTS = 12, 4
 LOAD_SECONDS = 0.25
 ANSWER = 16
+REST_SECONDS = 0.2
 BUSY = 0.4  # of what the engine could do, in the mean
 TOGETHER, FITS = 8, 5  # sequences of the fit, and repetitions
 # One is the same as the server.
@@ -107,6 +108,8 @@ async def _fit(service: Service, names: list[str]) -> Fitted:
     for i in range(FITS):
         salt = (i + 1) * 3 * TOGETHER
         one = await ask(service, "base", tokens=ANSWER, salt=salt)
+        # An engine that has rested takes longer to a first token, and most requests find one.
+        await asyncio.sleep(REST_SECONDS)
         own = await ask(service, few[0], tokens=ANSWER, salt=salt + 1)
         many = await ask_all(service, ["base"] * TOGETHER, tokens=ANSWER, salt=salt + 2)
         mixed = await ask_all(service, few, tokens=ANSWER, salt=salt + 2 + TOGETHER)
