@@ -81,6 +81,7 @@ class Outcome:
     """Of one trace: share that found its variant resident, seconds to first tokens, refusals."""
 
     resident: float
+    mean: float
     p50: float
     p99: float
     refused: float
@@ -174,6 +175,7 @@ def outcome(asks: Sequence[Ask]) -> Outcome:
     first = [ask.first - ask.at for ask in asks if not ask.refused]
     return Outcome(
         resident=sum(ask.was_resident for ask in asks) / len(asks),
+        mean=float(np.mean(first)),
         p50=float(np.percentile(first, 50)),
         p99=float(np.percentile(first, 99)),
         refused=sum(bool(ask.refused) for ask in asks) / len(asks),

@@ -35,6 +35,7 @@ from soupkit.serving.states import Limits, Phase
 VARIANTS, SLOTS = 12, 4
 LOAD_SECONDS = 0.25
 ANSWER = 16
+REST_SECONDS = 0.2
 BUSY = 0.4  # of what the engine could do, in the mean
 TOGETHER, FITS = 8, 5  # sequences of the fit, and repetitions
 # One is the same as the server.
@@ -105,13 +106,16 @@ async def _fit(service: Service, names: list[str]) -> Fitted:
     await ask_all(service, few, tokens=ANSWER)
     rounds: list[list[float]] = []
     for i in range(FITS):
-        salt = (i + 1) * 2 * TOGETHER
+        salt = (i + 1) * 3 * TOGETHER
         one = await ask(service, "base", tokens=ANSWER, salt=salt)
-        many = await ask_all(service, ["base"] * TOGETHER, tokens=ANSWER, salt=salt + 1)
-        mixed = await ask_all(service, few, tokens=ANSWER, salt=salt + 1 + TOGETHER)
-        gaps = (median(gap for s in streams for gap in s.gaps) for streams in ([one], many, mixed))
-        rounds.append([one.first, *gaps])
-    first, one_gap, many_gap, mixed_gap = (median(column) for column in zip(*rounds, strict=True))
+        # An engine that has rested takes longer to a first token, and most requests find one.
+        await asyncio.sleep(REST_SECONDS)
+        own = await ask(service, few[0], tokens=ANSWER, salt=salt + 1)
+        many = await ask_all(service, ["base"] * TOGETHER, tokens=ANSWER, salt=salt + 2)
+        mixed = await ask_all(service, few, tokens=ANSWER, salt=salt + 2 + TOGETHER)
+        sets = ([one], [own], many, mixed)
+        rounds.append([own.first, *(median(gap for s in set_ for gap in s.gaps) for set_ in sets)])
+    first, one_gap, own_gap, many_gap, mixed_gap = map(median, zip(*rounds, strict=True))
     sequence = max(0.0, (many_gap - one_gap) / (TOGETHER - 1))
     alone = max(0.0, one_gap - sequence)
     stats = service.router.stats().values()
@@ -119,7 +123,7 @@ async def _fit(service: Service, names: list[str]) -> Fitted:
         alone=alone,
         sequence=sequence,
         variant=max(0.0, (mixed_gap - alone - SLOTS * sequence) / SLOTS),
-        token=max(0.0, (first - one_gap) / PROMPT_TOKENS),
+        token=max(0.0, (first - own_gap) / PROMPT_TOKENS),
         load_seconds=LOAD_SECONDS + median(one.load_seconds for one in stats if one.loads),
         install_seconds=median(one.install_seconds for one in stats if one.loads),
     )
@@ -177,7 +181,8 @@ def _rows(pairs: Sequence[tuple[Outcome, Outcome]]) -> list[Row]:
     """Of (served, simulated)."""
     figures = (
         ("found resident", "%", "resident", 1e2, HITS_GOAL),
-        ("first token P50", "ms", "p50", 1e3, TIME_GOAL),
+        # Not the median: about half of the requests wait for a load.
+        ("first token, mean", "ms", "mean", 1e3, TIME_GOAL),
         ("first token P99", "ms", "p99", 1e3, TIME_GOAL),
     )
     rows = []
