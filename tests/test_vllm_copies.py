@@ -7,6 +7,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -363,6 +364,27 @@ def test_a_variant_of_another_base_is_refused(tmp_path: Path) -> None:
         store.copy(store.family.variants["linear"])
     assert list(store.folder.iterdir()) == []
     store.close()
+
+
+def test_a_container_with_little_shared_memory_keeps_copies_elsewhere(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory, other = tmp_path / "shm", tmp_path / "tmp"
+    memory.mkdir()
+    other.mkdir()
+    monkeypatch.setattr(store_module, "SHARED_MEMORY", memory)
+    monkeypatch.setattr(store_module.tempfile, "gettempdir", lambda: str(other))
+    free = {memory: 1 << 30, other: 1 << 40}
+    monkeypatch.setattr(
+        store_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[path])
+    )
+    for size, parent in ((1 << 30, memory), (1 << 10, other)):
+        free[memory] = size
+        store = Store(family)
+        assert store.folder.parent == parent
+        assert store.budget == free[parent] // 2
+        store.close()
+    assert "is too small for variants of" in caplog.text
 
 
 def test_copies_of_processes_that_were_killed_go_and_those_of_living_ones_stay(
