@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from serving_kit import TOKENIZER
+from serving_kit import TOKENIZER, dense, greedy
 
 from soupkit.serving.vllm.command import command
 
@@ -109,6 +109,20 @@ def ask(
             use_tqdm=False,
         )
     )
+
+
+class Tokens:
+    """What dense models answer. Tokens, as vLLM writes broken characters in a way of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._models: dict[str, Any] = {}
+
+    def __call__(self, model: str, prompt: str, count: int, *, special: bool = True) -> list[int]:
+        if model not in self._models:
+            self._models[model] = dense(self._root, None if model == "base" else model)
+        ids = TOKENIZER(prompt, add_special_tokens=special)["input_ids"]
+        return greedy(self._models[model], ids, count, stop=None)
 
 
 class Server(NamedTuple):
