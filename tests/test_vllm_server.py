@@ -80,7 +80,8 @@ def test_chat_streams_with_usage(server: Server, oracle: Tokens) -> None:
         extra_body=IDS,
     )
     chunks: list[Any] = list(stream)
-    found = [token for c in chunks if c.choices for token in c.choices[0].token_ids or ()]
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    found = [token for choice in choices for token in getattr(choice, "token_ids", None) or ()]
     assert found == oracle("norms", "<|user|>Who?</s><|assistant|>", 8, special=False)
     assert chunks[-1].usage.completion_tokens == 8
     assert {chunk.model for chunk in chunks} == {"norms"}
