@@ -129,7 +129,11 @@ def test_many_that_ask_for_one_variant_wait_for_one_load_and_nobody_else_does(fa
 
 def test_loads_of_different_variants_at_once_are_not_mixed_up(family: Path) -> None:
     async def story(copies: Copies, engine: Engine, store: Held) -> None:
-        found = await asyncio.gather(*(copies.take(name) for name in NAMES))
+        engine.adds = asyncio.Event()
+        tasks = [asyncio.create_task(copies.take(name)) for name in NAMES]
+        await until(lambda: engine.adding == len(NAMES))
+        engine.adds.set()
+        found = await asyncio.gather(*tasks)
         for name, request in zip(NAMES, found, strict=True):
             assert request.lora_name == name
             assert engine.numbers[request.lora_int_id].digest == store.family.variants[name].digest
