@@ -1,6 +1,7 @@
 """A family behind vLLM's own OpenAI server, in processes of its own, over HTTP."""
 
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ import httpx
 import openai
 import pytest
 from serving_kit import add_to_family, client_of, make_family, wait_for
-from vllm_kit import HEAD_DIM, NEEDS_VLLM, Server, Tokens, running_server
+from vllm_kit import HEAD_DIM, NEEDS_VLLM, Server, Tokens, free_port, running_server, started
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.slow]
 
@@ -223,16 +224,18 @@ def test_logprobs_of_prompts_are_the_variants(server: Server) -> None:
     assert len({json.dumps(scores(model)) for model in ("base", "embed", "matrix", "norms")}) == 4
 
 
-def test_routes_that_change_what_is_served_are_closed_unless_they_are_opened(
+def test_the_command_serves_pins_asks_for_a_key_and_closes_the_routes_that_change_what_is_served(
     tmp_path: Path,
 ) -> None:
-    """And a variant that is pinned is there from the start, and a key is asked for."""
+    """With a worker in a process of its own, as on GPUs."""
     root = make_family(tmp_path, names=("linear",), head_dim=HEAD_DIM)
-    settings = {"SOUPKIT_PIN": "linear", "VLLM_API_KEY": "secret"}
-    # With a worker in a process of its own, as on GPUs.
-    settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    with running_server(root, slots=1, **settings) as running:
-        assert running.loads("linear") == 1
+    port = free_port()
+    (tmp_path / "key").write_text("secret\n")
+    program = [sys.executable, "-m", "soupkit", "serve", str(root / "family"), "--engine", "vllm"]
+    program += ["--port", str(port), "--pin", "linear", "--max-running", "4"]
+    program += ["--api-key-file", str(tmp_path / "key")]
+    with started(program, root, port) as running:
+        assert len(copies(running)) == 1
         key = {"Authorization": "Bearer secret"}
         body = {"lora_name": "linear", "lora_path": "linear"}
         for route in ("load_lora_adapter", "unload_lora_adapter"):
@@ -241,8 +244,8 @@ def test_routes_that_change_what_is_served_are_closed_unless_they_are_opened(
             refused = httpx.post(url, json=body, headers=key)
             assert refused.status_code == 403
             assert "SOUPKIT_RUNTIME_LOADS=1" in refused.text
-        made = client_of(running.url, "secret").completions.create(
-            model="linear", prompt=PROMPT, max_tokens=3
+        made: Any = client_of(running.url, "secret").completions.create(
+            model="linear", prompt=PROMPT, max_tokens=3, temperature=0, extra_body=IDS
         )
-        assert made.model == "linear"
+        assert list(made.choices[0].token_ids) == Tokens(root)("linear", PROMPT, 3)
     assert not copies(running)
