@@ -283,6 +283,7 @@ def test_another_content_of_a_name_takes_its_place_and_open_requests_keep_theirs
             new = await copies.take("linear")
             assert new.lora_int_id != old.lora_int_id
             assert new.lora_path != old.lora_path
+            assert copies.requests() == {"linear": new}
             assert old.lora_int_id in engine.numbers
         await until(lambda: list(engine.numbers) == [new.lora_int_id])
         # One that was resolved before the change is served the new content.
