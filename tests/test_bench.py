@@ -155,7 +155,11 @@ def test_loading_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert gap.value > 0
 
 
-def test_adding_to_a_pool_is_measured() -> None:
+def test_adding_to_a_pool_is_measured_wherever_it_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving_kit.make_base(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
     found = pool.run(quick=True)
     assert [row.name for row in found] == [
         f"add to a pool of 8, {method}" for method in ("history_mean", "opcm")

@@ -40,7 +40,8 @@ def run(*, quick: bool) -> list[Row]:
             adapters = [_adapter(shape, seed=seed) for seed in range(SLOTS + 1)]
             folders = [Path(scratch) / f"adapter-{i}" for i in range(SLOTS + 1)]
             for folder, modules in zip(folders, adapters, strict=True):
-                write_adapter(folder, modules, base="base", revision=None)
+                # No model's name, with whose shapes the pool would compare these.
+                write_adapter(folder, modules, base=f"{scratch}/base", revision=None)
             return [_row(method, Path(scratch), folders, adapters, repeats) for method in methods]
     finally:
         torch.set_num_threads(threads)

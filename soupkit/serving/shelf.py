@@ -10,6 +10,7 @@ is. Not here: merging (soupkit.pool) and what a variant does in the model.
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -106,11 +107,16 @@ class Shelf:
         return (self._pool.folder, *(() if self._adapters is None else (self._adapters,)))
 
     def close(self) -> None:
-        """Waits for nothing, nor does the process then."""
+        """Waits for nothing, nor does the process then; the last uses are told if nobody has the
+        pool.
+        """
         self.stop()
         self._closing.set()
-        for thread in (self._toucher, *(() if self._coming is None else (self._coming.adder,))):
-            thread.shutdown(wait=False, cancel_futures=True)
+        self._told = -math.inf
+        self.tell_uses()
+        self._toucher.shutdown(wait=False)
+        if self._coming is not None:
+            self._coming.adder.shutdown(wait=False, cancel_futures=True)
 
     def stop(self) -> None:
         """Those who wait for an adapter are told that the server stops."""
