@@ -1,6 +1,7 @@
 """How vLLM is started for a family, and which vLLM and settings are refused; without vLLM."""
 
 import os
+import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -145,6 +146,23 @@ def test_without_vllm_the_remedy_is_told(root: Path, monkeypatch: pytest.MonkeyP
 def test_the_plug_in_is_what_vllm_looks_for() -> None:
     (found,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == "soupkit"]
     assert found.load() is vllm_plugin.register
+
+
+def test_what_vllm_loads_needs_neither_our_engine_nor_transformers() -> None:
+    """vLLM pins an older transformers than our engine reaches into."""
+    rooms = ("bank", "batch", "command", "copies", "limits", "places", "settings", "sites", "store")
+    code = f"""
+import importlib, sys
+for room in {rooms}:
+    importlib.import_module("soupkit.serving.vllm." + room)
+print([m for m in ("transformers", "soupkit.serving.engine", "vllm") if m in sys.modules])
+"""
+    root = Path(__file__).resolve().parents[1]
+    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'kernels'}"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stdout.strip() == "[]"
 
 
 def test_without_a_family_the_plug_in_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

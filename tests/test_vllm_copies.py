@@ -7,6 +7,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -128,7 +129,11 @@ def test_many_that_ask_for_one_variant_wait_for_one_load_and_nobody_else_does(fa
 
 def test_loads_of_different_variants_at_once_are_not_mixed_up(family: Path) -> None:
     async def story(copies: Copies, engine: Engine, store: Held) -> None:
-        found = await asyncio.gather(*(copies.take(name) for name in NAMES))
+        engine.adds = asyncio.Event()
+        tasks = [asyncio.create_task(copies.take(name)) for name in NAMES]
+        await until(lambda: engine.adding == len(NAMES))
+        engine.adds.set()
+        found = await asyncio.gather(*tasks)
         for name, request in zip(NAMES, found, strict=True):
             assert request.lora_name == name
             assert engine.numbers[request.lora_int_id].digest == store.family.variants[name].digest
@@ -278,6 +283,7 @@ def test_another_content_of_a_name_takes_its_place_and_open_requests_keep_theirs
             new = await copies.take("linear")
             assert new.lora_int_id != old.lora_int_id
             assert new.lora_path != old.lora_path
+            assert copies.requests() == {"linear": new}
             assert old.lora_int_id in engine.numbers
         await until(lambda: list(engine.numbers) == [new.lora_int_id])
         # One that was resolved before the change is served the new content.
@@ -363,6 +369,27 @@ def test_a_variant_of_another_base_is_refused(tmp_path: Path) -> None:
         store.copy(store.family.variants["linear"])
     assert list(store.folder.iterdir()) == []
     store.close()
+
+
+def test_a_container_with_little_shared_memory_keeps_copies_elsewhere(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory, other = tmp_path / "shm", tmp_path / "tmp"
+    memory.mkdir()
+    other.mkdir()
+    monkeypatch.setattr(store_module, "SHARED_MEMORY", memory)
+    monkeypatch.setattr(store_module.tempfile, "gettempdir", lambda: str(other))
+    free = {memory: 1 << 30, other: 1 << 40}
+    monkeypatch.setattr(
+        store_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[path])
+    )
+    for size, parent in ((1 << 30, memory), (1 << 10, other)):
+        free[memory] = size
+        store = Store(family)
+        assert store.folder.parent == parent
+        assert store.budget == free[parent] // 2
+        store.close()
+    assert "is too small for variants of" in caplog.text
 
 
 def test_copies_of_processes_that_were_killed_go_and_those_of_living_ones_stay(

@@ -245,6 +245,29 @@ def test_ranks_that_sum_add_a_bias_once() -> None:
     )
 
 
+def test_a_slot_that_had_a_bias_and_a_norm_of_its_own_has_the_bases_again() -> None:
+    module, norm = Module(5, 4, has_bias=True), Norm(4)
+    bank = Bank(1, device=torch.device("cpu"), pins=frozenset())
+    linear = LinearSite(bank, module, 1, Layout((whole(5),), whole(4)), dtype=torch.float32)
+    own = NormSite(bank, norm, 1)
+    change = delta(5, 4, ENCODINGS[0])
+    contents: list[dict[int, Any]] = [{-1: torch.ones(5)}, {0: torch.ones(5, 4)}, {0: change}]
+    for content in contents:
+        linear.need(content)
+        linear.put(0, content)
+    own.put(0, {0: torch.zeros(4)})
+    own.clear(0)
+    own._held |= {0}  # as if another variant had a norm there that is the base's
+    bank.batch = Batch([0], [0], torch.device("cpu"), 1)
+    x = torch.ones(1, 4)
+    found = module.quant_method.apply(module, x, module.bias)
+    weight = module.weight.double().numpy() + dense(change)
+    assert module.bias is not None
+    expected = weight.sum(1) + module.bias.double().numpy()
+    assert found[0].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+    assert torch.allclose(norm(x), norm.forward_native(x))
+
+
 def test_embeddings_heads_and_norms_act_per_row() -> None:
     table, norm = Module(12, 8), Norm(8)
     bank = Bank(3, device=torch.device("cpu"), pins=frozenset())
@@ -328,8 +351,18 @@ def test_variants_that_need_the_same_slots_take_turns_and_answer_as_themselves()
             weight = module.weight.double().numpy()
             weight = weight + dense(deltas[number]) if number else weight
             assert found[row].tolist() == pytest.approx(weight.sum(1).tolist(), abs=1e-5)
-    # The least recently used left.
+    # The least recently used left, and what a batch has stays where it is.
     assert list(bank.resident) == [1, 3]
+    for numbers in ([5], [4]):
+        answers(bank, module, numbers)
+    slot = bank.resident[5]
+    answers(bank, module, [1, 5])
+    assert bank.resident[5] == slot
+    answers(bank, module, [1, 3])
+    for numbers in ([1], [2]):
+        answers(bank, module, numbers)
+    assert set(bank.resident) == {1, 2}
+    answers(bank, module, [1, 3])
     assert bank.drop(1)
     assert not bank.drop(1)
     assert list(bank.resident) == [3]

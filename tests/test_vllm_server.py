@@ -1,8 +1,9 @@
 """A family behind vLLM's own OpenAI server, in processes of its own, over HTTP."""
 
 import json
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving_kit import Oracle, add_to_family, client_of, make_family, wait_for
-from vllm_kit import HEAD_DIM, NEEDS_VLLM, Server, running_server
+from serving_kit import add_to_family, client_of, make_family, wait_for
+from vllm_kit import HEAD_DIM, NEEDS_VLLM, Server, Tokens, free_port, running_server, started
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.slow]
 
@@ -30,24 +31,27 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def oracle(server: Server) -> Oracle:
-    return Oracle(server.root)
+def oracle(server: Server) -> Tokens:
+    return Tokens(server.root)
 
 
-def text_of(server: Server, model: str, prompt: str = PROMPT, count: int = 12) -> str:
-    made = client_of(server.url).completions.create(
-        model=model, prompt=prompt, max_tokens=count, temperature=0
+IDS = {"return_token_ids": True, "ignore_eos": True}
+
+
+def tokens_of(server: Server, model: str, prompt: str = PROMPT, count: int = 12) -> list[int]:
+    made: Any = client_of(server.url).completions.create(
+        model=model, prompt=prompt, max_tokens=count, temperature=0, extra_body=IDS
     )
-    return made.choices[0].text
+    return list(made.choices[0].token_ids)
 
 
 def post(server: Server, route: str, **body: Any) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/{route}", json=body, timeout=60)
 
 
-def check_alive(server: Server, oracle: Oracle) -> None:
+def check_alive(server: Server, oracle: Tokens) -> None:
     for model in ("base", "linear"):
-        assert text_of(server, model) == oracle(model, PROMPT, 12)
+        assert tokens_of(server, model) == oracle(model, PROMPT, 12)
 
 
 def copies(server: Server) -> list[Path]:
@@ -55,18 +59,18 @@ def copies(server: Server) -> list[Path]:
 
 
 def test_openai_client_lists_all_variants_and_each_answers_as_itself(
-    server: Server, oracle: Oracle
+    server: Server, oracle: Tokens
 ) -> None:
     client = client_of(server.url)
     listed = {model.id for model in client.models.list()}
     assert {"base", *NAMES, "slow"} <= listed
     jobs = [(model, f"{PROMPT} {n}") for n in range(4) for model in ("base", *NAMES)]
     with ThreadPoolExecutor(12) as pool:
-        found = list(pool.map(lambda job: text_of(server, *job), jobs))
+        found = list(pool.map(lambda job: tokens_of(server, *job), jobs))
     assert found == [oracle(model, prompt, 12) for model, prompt in jobs]
 
 
-def test_chat_streams_with_usage(server: Server, oracle: Oracle) -> None:
+def test_chat_streams_with_usage(server: Server, oracle: Tokens) -> None:
     stream = client_of(server.url).chat.completions.create(
         model="norms",
         messages=[{"role": "user", "content": "Who?"}],
@@ -74,17 +78,19 @@ def test_chat_streams_with_usage(server: Server, oracle: Oracle) -> None:
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
+        extra_body=IDS,
     )
-    chunks = list(stream)
-    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    assert text == oracle("norms", "<|user|>Who?</s><|assistant|>", 8, special=False)
+    chunks: list[Any] = list(stream)
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    found = [token for choice in choices for token in getattr(choice, "token_ids", None) or ()]
+    assert found == oracle("norms", "<|user|>Who?</s><|assistant|>", 8, special=False)
     assert chunks[-1].usage.completion_tokens == 8
     assert {chunk.model for chunk in chunks} == {"norms"}
 
 
 def test_an_unknown_model_gets_404(server: Server) -> None:
     with pytest.raises(openai.NotFoundError, match="nobody"):
-        text_of(server, "nobody")
+        tokens_of(server, "nobody")
 
 
 class Stream(threading.Thread):
@@ -116,55 +122,55 @@ def test_while_a_load_is_held_open_others_get_tokens_and_it_is_one_load_for_all_
     stream.start()
     try:
         with ThreadPoolExecutor(6) as pool:
-            waiting = [pool.submit(text_of, server, "slow") for _ in range(6)]
+            waiting = [pool.submit(tokens_of, server, "slow") for _ in range(6)]
             wait_for(lambda: server.loads("slow") == 1, "the load begins")
             before = stream.count
             # Another variant, cold too, comes and answers meanwhile.
-            assert text_of(server, "waiting")
+            assert tokens_of(server, "waiting")
             wait_for(lambda: stream.count > before + 150, "the stream goes on")
             assert not any(task.done() for task in waiting)
             server.release("slow")
-            assert len({task.result() for task in waiting}) == 1
+            assert len({tuple(task.result()) for task in waiting}) == 1
     finally:
         stream.stops.set()
         stream.join()
     assert server.loads("slow") == 1
 
 
-def test_a_variant_that_vanished_fails_alone(server: Server, oracle: Oracle) -> None:
+def test_a_variant_that_vanished_fails_alone(server: Server, oracle: Tokens) -> None:
     """E11."""
     folder = server.root / "family/variants/gone"
     folder.rename(server.root / "gone")
     for _ in range(2):
         with pytest.raises(openai.InternalServerError, match="'gone' cannot be loaded") as raised:
-            text_of(server, "gone")
+            tokens_of(server, "gone")
         assert raised.value.status_code == 503
         assert str(server.root) not in str(raised.value)
     check_alive(server, oracle)
 
 
 def test_a_variant_whose_files_went_after_it_was_loaded_is_served_on(
-    server: Server, oracle: Oracle
+    server: Server, oracle: Tokens
 ) -> None:
     """E11: taken from a slot, its files gone, asked for again."""
-    expected = text_of(server, "rich")
+    expected = tokens_of(server, "rich")
     folder = server.root / "family/variants/rich"
     folder.rename(server.root / "rich")
     try:
         for model in ("linear", "norms", "matrix", "embed"):  # takes all slots
-            text_of(server, model)
-        assert text_of(server, "rich") == expected == oracle("rich", PROMPT, 12)
+            tokens_of(server, model)
+        assert tokens_of(server, "rich") == expected == oracle("rich", PROMPT, 12)
     finally:
         (server.root / "rich").rename(folder)
 
 
-def test_a_rotten_variant_fails_alone(server: Server, oracle: Oracle) -> None:
+def test_a_rotten_variant_fails_alone(server: Server, oracle: Tokens) -> None:
     file = server.root / "family/variants/rotten/variant.safetensors"
     damaged = bytearray(file.read_bytes())
     damaged[-5] ^= 1
     file.write_bytes(damaged)
     with ThreadPoolExecutor(4) as pool:
-        tasks = [pool.submit(text_of, server, "rotten") for _ in range(4)]
+        tasks = [pool.submit(tokens_of, server, "rotten") for _ in range(4)]
         for task in tasks:
             with pytest.raises(openai.InternalServerError, match="'rotten' cannot be loaded"):
                 task.result()
@@ -174,28 +180,28 @@ def test_a_rotten_variant_fails_alone(server: Server, oracle: Oracle) -> None:
 
 def test_another_content_is_served_at_once_and_from_no_old_block(server: Server) -> None:
     """R1: the same name and prompt, another digest."""
-    before = text_of(server, "changing")
+    before = tokens_of(server, "changing")
     add_to_family(server.root, "changing", lambda n: "_proj" in n, encoding="row", seed=999)
-    after = Oracle(server.root, names=["changing"])
-    assert text_of(server, "changing") == after("changing", PROMPT, 12) != before
+    after = Tokens(server.root)
+    assert tokens_of(server, "changing") == after("changing", PROMPT, 12) != before
 
 
-def test_unloading_frees_and_loading_brings_back(server: Server, oracle: Oracle) -> None:
-    text_of(server, "matrix")
+def test_unloading_frees_and_loading_brings_back(server: Server, oracle: Tokens) -> None:
+    tokens_of(server, "matrix")
     before = len(copies(server))
     assert post(server, "unload_lora_adapter", lora_name="matrix").status_code == 200
     assert len(copies(server)) == before - 1
     with pytest.raises(openai.NotFoundError):
-        text_of(server, "matrix")
+        tokens_of(server, "matrix")
     assert post(server, "unload_lora_adapter", lora_name="nobody").status_code == 404
     wrong = post(server, "load_lora_adapter", lora_name="matrix", lora_path="/etc")
     assert wrong.status_code == 400
     found = post(server, "load_lora_adapter", lora_name="matrix", lora_path="matrix")
     assert found.status_code == 200
-    assert text_of(server, "matrix") == oracle("matrix", PROMPT, 12)
+    assert tokens_of(server, "matrix") == oracle("matrix", PROMPT, 12)
 
 
-def test_a_client_that_goes_away_leaves_nothing_in_use(server: Server, oracle: Oracle) -> None:
+def test_a_client_that_goes_away_leaves_nothing_in_use(server: Server, oracle: Tokens) -> None:
     """SV22: unloading does not wait for it."""
     body = {"model": "linear", "prompt": PROMPT, "max_tokens": 120, "stream": True}
     body["ignore_eos"] = True
@@ -218,19 +224,18 @@ def test_logprobs_of_prompts_are_the_variants(server: Server) -> None:
     assert len({json.dumps(scores(model)) for model in ("base", "embed", "matrix", "norms")}) == 4
 
 
-Check = Callable[[], None]
-
-
-def test_routes_that_change_what_is_served_are_closed_unless_they_are_opened(
+def test_the_command_serves_pins_asks_for_a_key_and_closes_the_routes_that_change_what_is_served(
     tmp_path: Path,
 ) -> None:
-    """And a variant that is pinned is there from the start, and a key is asked for."""
+    """With a worker in a process of its own, as on GPUs."""
     root = make_family(tmp_path, names=("linear",), head_dim=HEAD_DIM)
-    settings = {"SOUPKIT_PIN": "linear", "VLLM_API_KEY": "secret"}
-    # With a worker in a process of its own, as on GPUs.
-    settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    with running_server(root, slots=1, **settings) as running:
-        assert running.loads("linear") == 1
+    port = free_port()
+    (tmp_path / "key").write_text("secret\n")
+    program = [sys.executable, "-m", "soupkit", "serve", str(root / "family"), "--engine", "vllm"]
+    program += ["--port", str(port), "--pin", "linear", "--max-running", "4"]
+    program += ["--api-key-file", str(tmp_path / "key")]
+    with started(program, root, port) as running:
+        assert len(copies(running)) == 1
         key = {"Authorization": "Bearer secret"}
         body = {"lora_name": "linear", "lora_path": "linear"}
         for route in ("load_lora_adapter", "unload_lora_adapter"):
@@ -239,8 +244,8 @@ def test_routes_that_change_what_is_served_are_closed_unless_they_are_opened(
             refused = httpx.post(url, json=body, headers=key)
             assert refused.status_code == 403
             assert "SOUPKIT_RUNTIME_LOADS=1" in refused.text
-        made = client_of(running.url, "secret").completions.create(
-            model="linear", prompt=PROMPT, max_tokens=3
+        made: Any = client_of(running.url, "secret").completions.create(
+            model="linear", prompt=PROMPT, max_tokens=3, temperature=0, extra_body=IDS
         )
-        assert made.model == "linear"
+        assert list(made.choices[0].token_ids) == Tokens(root)("linear", PROMPT, 3)
     assert not copies(running)

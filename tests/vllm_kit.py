@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from serving_kit import TOKENIZER
+from serving_kit import TOKENIZER, dense, greedy
 
 from soupkit.serving.vllm.command import command
 
@@ -111,6 +111,20 @@ def ask(
     )
 
 
+class Tokens:
+    """What dense models answer. Tokens, as vLLM writes broken characters in a way of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._models: dict[str, Any] = {}
+
+    def __call__(self, model: str, prompt: str, count: int, *, special: bool = True) -> list[int]:
+        if model not in self._models:
+            self._models[model] = dense(self._root, None if model == "base" else model)
+        ids = TOKENIZER(prompt, add_special_tokens=special)["input_ids"]
+        return greedy(self._models[model], ids, count, stop=None)
+
+
 class Server(NamedTuple):
     """A server in a process of its own."""
 
@@ -136,26 +150,37 @@ class Server(NamedTuple):
 @contextmanager
 def running_server(root: Path, *, slots: int, **environment: str) -> Iterator[Server]:
     """`soupkit serve --engine vllm` of root/family, its loads gated, on a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     found = command(root / "family", base=root / "base", port=port, max_running=8)
     arguments = list(found.arguments)
     arguments[arguments.index("--max-loras") + 1] = str(slots)
     # Without these two, vLLM gives the worker a process of its own, which has to import vLLM too.
     arguments += ["--max-model-len", "160", "--distributed-executor-backend", "uni"]
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | environment
-    gates, log = root / "gates", root / "server.log"
-    gates.mkdir()
-    script = Path(__file__).with_name("vllm_runs.py")
+    (root / "gates").mkdir()
+    program = [sys.executable, str(Path(__file__).with_name("vllm_runs.py")), str(root / "gates")]
+    with started([*program, *arguments], root, port, **found.environment, **environment) as server:
+        yield server
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def started(program: list[str], root: Path, port: int, **environment: str) -> Iterator[Server]:
+    """A program that serves root/family on a port, once it is healthy."""
+    log = root / "server.log"
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            [sys.executable, str(script), str(gates), *arguments],
-            env={**os.environ, **ENVIRONMENT, **found.environment, **environment},
+            program,
+            env={**os.environ, **ENVIRONMENT, **environment},
             stdout=sink,
             stderr=subprocess.STDOUT,
         )
-    server = Server(f"http://127.0.0.1:{port}", root, gates, log, process)
+    server = Server(f"http://127.0.0.1:{port}", root, root / "gates", log, process)
     try:
         _wait_until_healthy(server)
         yield server

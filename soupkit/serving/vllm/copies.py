@@ -113,6 +113,15 @@ class Copies:
                 self._let_go(copy)
         return found
 
+    def requests(self) -> dict[str, Any]:
+        """The LoRARequest of each name whose newest content the engine has."""
+        newest = {name: self.store.family.variants[name].digest for name in self.names()}
+        return {
+            copy.ref.name: copy.request
+            for copy in self._copies.values()
+            if not copy.is_leaving and newest.get(copy.ref.name) == copy.ref.digest
+        }
+
     async def take(self, name: str) -> Any:
         """A variant's LoRARequest, once the engine has it; one load however many ask.
 

@@ -70,8 +70,13 @@ HOOKS = (
     ),
     Hook(
         "vllm.v1.core.sched.scheduler:Scheduler.__init__",
-        "relied on: `requests` holds all unfinished requests, `max_loras` bounds a step's variants",
-        "a variant in use can be removed; a step has more variants than slots",
+        "relied on: `requests` holds all unfinished requests",
+        "a variant in use can be removed, and the engine stops",
+    ),
+    Hook(
+        "vllm.v1.core.sched.scheduler:Scheduler.schedule",
+        "relied on: no step has more variants than `max_loras`",
+        "a step has more variants than slots, and the engine stops",
     ),
     Hook(
         "vllm.v1.core.kv_cache_utils:_gen_lora_extra_hash_keys",

@@ -8,7 +8,7 @@ and the routes that load and unload act on the family's variants, if they are al
 import atexit
 import functools
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, ValuesView
 from http import HTTPStatus
 from typing import Any
 
@@ -65,10 +65,14 @@ class Resident(Mapping[str, LoRARequest]):
         return found
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._copies.names() if self._copies.current(name) is not None)
+        return iter(self._copies.requests())
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._copies.requests())
+
+    def values(self) -> ValuesView[LoRARequest]:
+        """All at once: vLLM looks through them for requests of the base."""
+        return self._copies.requests().values()
 
 
 def make_resolver(engine_client: Any, told: Settings) -> FamilyResolver:

@@ -8,6 +8,7 @@ an adapter's path (blocks of the prefix cache) is keyed by content.
 """
 
 import contextlib
+import logging
 import os
 import shutil
 import tempfile
@@ -18,6 +19,8 @@ from soupkit.errors import BundleError, ServingError
 from soupkit.family import Family, VariantRef, open_family
 from soupkit.files import fault_text
 from soupkit.manifest import MANIFEST_NAME, WEIGHTS_NAME
+
+logger = logging.getLogger("vllm.soupkit")
 
 PREFIX = "soupkit-"
 SHARED_MEMORY = Path("/dev/shm")
@@ -30,21 +33,32 @@ class Store:
         """Opens the family; nothing is copied yet.
 
         Args:
-            folder: where the copies' folder is made; None: /dev/shm or where temporary files lie.
+            folder: where the copies' folder is made; None: /dev/shm, or where temporary files lie
+                if there is none or it is too small.
             budget: bytes of all copies; None: half of what is free there.
         """
         self._path = family
         self.family: Family = open_family(family)
         self._stamp = self._read_stamp()
-        parent = folder or (
-            SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-        )
+        parent = folder or self._roomy_parent()
         remove_leftovers(parent)
         try:
             self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
         except OSError as error:
             raise ServingError(fault_text(error, parent)) from error
         self.budget = shutil.disk_usage(parent).free // 2 if budget is None else budget
+
+    def _roomy_parent(self) -> Path:
+        """Memory, if half of what is free there takes any variant; containers may have little."""
+        largest = 0
+        for ref in self.family.variants.values():
+            with contextlib.suppress(BundleError):  # told when it is asked for
+                largest = max(largest, self.size(ref))
+        if os.access(SHARED_MEMORY, os.W_OK):
+            if shutil.disk_usage(SHARED_MEMORY).free // 2 >= largest:
+                return SHARED_MEMORY
+            logger.warning("%s is too small for variants of %d bytes", SHARED_MEMORY, largest)
+        return Path(tempfile.gettempdir())
 
     def close(self) -> None:
         """Removes all copies; what is mapped stays readable."""
