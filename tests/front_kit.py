@@ -50,6 +50,7 @@ class Fake:
     hidden: set[str] = field(default_factory=set)
     asked: list[str] = field(default_factory=list)
     loads: list[str] = field(default_factory=list)
+    targets: list[bytes] = field(default_factory=list)
     streams: list[Events] = field(default_factory=list)
     state: str = "ready"
     lose: int = 0
@@ -96,6 +97,8 @@ class Fake:
         if path == "/metrics":
             text = "# TYPE soupkit_loads counter\nsoupkit_loads_total 2.0\n"
             return httpx.Response(200, text=text)
+        if request.method == "GET" and "/metrics" not in path:
+            self.targets.append(request.extensions.get("target", request.url.raw_path))
         if path == "/v1/models":
             shown = [{"id": m["name"]} for m in self.status()["models"]]
             return httpx.Response(200, json={"object": "list", "data": shown})

@@ -22,7 +22,7 @@ from .listening import DRAIN_SECONDS, LAST_SECONDS
 from .member import Member, ReplicaProcess, Running
 from .replica_process import ReplicaSettings
 from .replicas import choose
-from .states import Phase
+from .states import Phase, QueueFull
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ HANG_SECONDS = 30.0
 FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 1.0, 30.0
 # One that has run for so long starts without a back-off of its past.
 STEADY_SECONDS = 60.0
+# Requests, by replicas, that may wait while none is up, unless settings say how many.
+MAX_WAITING = 512
 
 
 Spawn = Callable[[str], Awaitable[Running]]
@@ -63,6 +65,8 @@ class Fleet:
         threads = max(1, cores // (count * settings.tensor_parallel))
         self._spawn = spawn or (lambda line: ReplicaProcess.start(line, threads=threads))
         self._max_wait_seconds = max_wait_seconds
+        self.most_waiting = count * (settings.max_queue or MAX_WAITING)
+        self._waiting = 0
         self.draining = False
         self.copies = 0  # requests that began the load of what another replica holds
         # Each pin on one replica: together they pin more than one could.
@@ -93,6 +97,12 @@ class Fleet:
             if member.process is not None:
                 member.process.send_signal(signal.SIGTERM)
 
+    def kill(self) -> None:
+        """Ends the replicas at once, with all that is open."""
+        for member in self.members:
+            if member.process is not None:
+                member.process.send_signal(signal.SIGKILL)
+
     async def stop(self, *, seconds: float = DRAIN_SECONDS + LAST_SECONDS) -> None:
         """Ends all replicas; those that have not ended after `seconds` are killed."""
         self.terminate()
@@ -100,9 +110,7 @@ class Fleet:
         ends = [asyncio.create_task(_ended(m.process)) for m in self.members if m.process]
         if ends:
             await asyncio.wait(ends, timeout=seconds)
-        for member in self.members:
-            if member.process is not None:
-                member.process.send_signal(signal.SIGKILL)
+        self.kill()
         await asyncio.gather(*ends)
 
     # What the front asks.
@@ -122,6 +130,7 @@ class Fleet:
             weight: sequences. excluded: replicas that come last, as they have refused it.
         Raises:
             ServingError: the server stops, or no replica was up for too long.
+            QueueFull: none is up, and too many requests wait for one.
         """
         deadline = time.monotonic() + self._max_wait_seconds
         while not self.draining:
@@ -136,10 +145,15 @@ class Fleet:
                     self.copies += 1
                 self.hold(self.members[chosen], model, weight)
                 return self.members[chosen]
+            if self._waiting >= self.most_waiting:
+                raise QueueFull(f"{self._waiting} requests wait for a replica; ask again later")
+            self._waiting += 1
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
             except asyncio.TimeoutError:
                 break
+            finally:
+                self._waiting -= 1
         if self.draining:
             raise ServingError("the server is stopping; ask again later")
         raise ServingError("no replica is up; ask again later")
@@ -158,6 +172,14 @@ class Fleet:
         """It has answered for a model, which is resident there, whatever it told before."""
         if model in member.phases:
             member.phases[model] = Phase.RESIDENT
+
+    def note_pin(self, member: Member, name: str, pinned: bool) -> None:
+        """It pins a model or does not; those that are down will not when they are started."""
+        for one in self.members:
+            if one is member or not one.is_up:
+                one.pins.pop(name, None)
+        if pinned:
+            member.pins[name] = None
 
     def note_fault(self, member: Member) -> None:
         """A connection to it broke: nothing goes there until it has answered."""
@@ -197,7 +219,7 @@ class Fleet:
             began = time.monotonic()
             try:
                 await self._begin(member)
-            except ServingError as error:
+            except (ServingError, OSError, ValueError) as error:
                 logger.warning("replica %d does not start: %s", member.index, error)
 
     async def _watch(self, member: Member, process: Running) -> None:
@@ -205,12 +227,14 @@ class Fleet:
         ending = asyncio.ensure_future(process.wait())
         try:
             while not ending.done():
-                await self._ask(member)
-                is_broken = member.told.get("state") == "cannot generate"
+                has_told = await self._ask(member)
+                is_broken = has_told and member.told["state"] == "cannot generate"
                 if is_broken or time.monotonic() - member.heard > HANG_SECONDS:
                     why = "cannot generate" if is_broken else "does not answer"
                     logger.warning("replica %d %s and is killed", member.index, why)
                     process.send_signal(signal.SIGKILL)
+                    await ending
+                    return
                 poke = asyncio.ensure_future(member.ask_now.wait())
                 await asyncio.wait(
                     {ending, poke}, timeout=ASK_SECONDS, return_when="FIRST_COMPLETED"
@@ -220,15 +244,17 @@ class Fleet:
         finally:
             ending.cancel()
 
-    async def _ask(self, member: Member) -> None:
-        was_up = member.is_up
+    async def _ask(self, member: Member) -> bool:
+        """Whether it has told its status."""
+        was_up, has_told = member.is_up, True
         try:
             answer = await self.client.get(f"{member.url}/status", timeout=HANG_SECONDS / 3)
             member.hear(answer.json(), time.monotonic())
-        except (httpx.HTTPError, ValueError):
-            member.is_up = False
+        except (httpx.HTTPError, ValueError, TypeError, KeyError):  # an error's body has no state
+            member.is_up = has_told = False
         if member.is_up != was_up:
             self._tell_change()
+        return has_told
 
     def _tell_change(self) -> None:
         self._changed.set()

@@ -131,10 +131,8 @@ class Front:
                 self.fleet.note_answer(member, name)
                 self.hidden.discard(name)
                 member.hidden.discard(name)
-                if pinned:
-                    member.pins.setdefault(name)
-                elif pinned is not None:
-                    member.pins.pop(name, None)
+                if pinned is not None:
+                    self.fleet.note_pin(member, name, pinned)
             return found
 
         async with self._turn(name):
@@ -143,8 +141,13 @@ class Front:
                 return await self._anywhere(name, 1, ask)
             found = []
             for member in pinning:
-                async with AsyncExitStack() as held:
-                    found.append(await ask(member, held))
+                try:
+                    async with AsyncExitStack() as held:
+                        found.append(await ask(member, held))
+                except httpx.TransportError:
+                    self.fleet.note_fault(member)
+            if not found:
+                return await self._anywhere(name, 1, ask)
             return next((one for one in found if one.status_code != 200), found[0])
 
     async def unload(self, request: Request) -> Response:
@@ -245,11 +248,12 @@ class Front:
             httpx.TransportError: the replica is lost.
         """
         client = self.fleet.client
-        path = request.scope.get("raw_path") or request.url.path.encode()
+        path: bytes = request.scope.get("raw_path") or request.url.path.encode()
         headers = {n: request.headers[n] for n in _SENT if n in request.headers}
         sent = client.build_request(
-            request.method, member.url + path.decode("ascii"), content=body, headers=headers
-        )
+            request.method, member.url + path.decode("ascii"), content=body, headers=headers,
+            extensions={"target": path},  # as it came: a URL loses its dots and what follows a #
+        )  # fmt: skip
         response = await client.send(sent, stream=True)
         held.push_async_callback(response.aclose)
         if not response.headers.get("content-type", "").startswith(EVENTS):

@@ -5,8 +5,8 @@ The front loads no model. Every route is one of app.py's, with the same bodies a
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import httpx
@@ -31,6 +31,7 @@ from .merged import merged_status
 from .metrics import CONTENT_TYPE
 from .openai import ApiError
 from .replica_process import ReplicaSettings
+from .states import QueueFull
 from .status_page import PAGE, PAGE_HEADERS
 
 DEFAULT_MAX_WAIT_SECONDS = 300.0
@@ -44,7 +45,14 @@ class FrontServer(Server):
 
     def __init__(self, app: Starlette, fleet: Fleet, *, host: str, port: int) -> None:
         super().__init__(app, fleet, host=host, port=port)
+        self.config.lifespan = "off"  # the fleet runs before the server does
         self._fleet = fleet
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A second Ctrl-C waits for nothing, replicas neither."""
+        super().handle_exit(sig, frame)
+        if self.force_exit:
+            self._fleet.kill()
 
     async def shutdown(self, sockets: Any = None) -> None:
         """They answer what is open while the front's connections end."""
@@ -85,7 +93,7 @@ def create_front(
             Route("/metrics", metrics),
             Route("/openapi.json", front.any),
             Route("/v1/models", front.models),
-            Route("/v1/models/{model:path}", front.model),
+            Route("/v1/models/{model}", front.model),
             Route("/v1/completions", front.complete, methods=["POST"]),
             Route("/v1/chat/completions", front.complete, methods=["POST"]),
             Route(LOAD_PATH, front.load, methods=["POST"]),
@@ -105,6 +113,8 @@ def create_front(
 async def _api_error(_: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, str(error.detail), headers=error.headers)
+    if isinstance(error, QueueFull):
+        error = ApiError(429, str(error), code="queue_full", retry_seconds=1)
     if not isinstance(error, ApiError):
         error = ApiError(503, str(error), code="unavailable")
     return error_response(error)
@@ -235,7 +245,10 @@ def run(
     keys, admin_keys = read_keys(api_key_file, admin_key_file)
     check_address(host, port)
 
+    has_started = False
+
     async def serve() -> None:
+        nonlocal has_started
         async with make_client() as client:
             fleet = Fleet(
                 settings,
@@ -246,12 +259,16 @@ def run(
                 max_wait_seconds=settings.max_wait_seconds or DEFAULT_MAX_WAIT_SECONDS,
             )
             await fleet.start()
+            has_started = True
             app = create_front(fleet, keys=keys, admin_keys=admin_keys)
             try:
                 await FrontServer(app, fleet, host=host, port=port).serve()
             finally:
                 await fleet.stop()
 
-    # uvicorn raises the signal again once it has stopped; a person who stops it needs no trace.
-    with suppress(KeyboardInterrupt):
+    try:
         asyncio.run(serve())
+    except KeyboardInterrupt:
+        # uvicorn raises the signal again once it has stopped; a person who stops it needs no trace.
+        if not has_started:
+            raise

@@ -116,6 +116,6 @@ class Member:
 
     def hear(self, told: dict[str, Any], now: float) -> None:
         """Takes what it tells of itself."""
-        self.told, self.heard, self.is_up = told, now, told["state"] == "ready"
-        models = [model for model in told["models"] if model["variant"]]
+        state, models = told["state"], [model for model in told["models"] if model["variant"]]
+        self.told, self.heard, self.is_up = told, now, state == "ready"
         self.phases = {model["name"]: Phase(model["variant"]["phase"]) for model in models}
