@@ -272,7 +272,7 @@ def test_requests_that_do_not_end_in_time_are_aborted(family: Path) -> None:
 def test_another_content_of_a_name_takes_its_place_and_open_requests_keep_theirs(
     tmp_path: Path,
 ) -> None:
-    """R1, SV05."""
+    """R1."""
     root = make_family(tmp_path, names=("linear",))
 
     async def story(copies: Copies, engine: Engine, store: Held) -> None:
