@@ -91,7 +91,7 @@ def test_what_is_stored_is_the_encoded_delta(base_folder, finetuned_folder, tmp_
     assert report.digest == loaded.digest
 
 
-@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 7])
 def test_blocks_of_rows_change_nothing(base_folder, finetuned_folder, tmp_path, monkeypatch, rows):
     def exported(name, encoding):
         report = export(base_folder, finetuned_folder, tmp_path / "f", name, encoding=encoding)

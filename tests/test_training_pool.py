@@ -328,6 +328,7 @@ def check_two_ranks(kind: str, base: Path, folder: Path) -> dict:
     return results
 
 
+@pytest.mark.slow
 def test_two_ranks_slice_add_one_adapter_and_both_go_on_where_the_pool_refuses(base, tmp_path):
     results = check_two_ranks("DDP", base, tmp_path)
     assert results["refused"] == [[True, str(tmp_path / "small-big")]] * 2
