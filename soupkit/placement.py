@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from soupkit.checks import check_count
@@ -97,11 +97,11 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     """The shape that a model's config.json describes.
 
     Raises:
-        ValueError: it lacks what a Llama-like config has.
+        ValueError: it lacks what a Llama-like config has, or a count in it is none.
     """
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-        return ModelShape(
+        shape = ModelShape(
             name=name,
             hidden=hidden,
             intermediate=int(config["intermediate_size"]),
@@ -112,7 +112,15 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
             vocab=int(config["vocab_size"]),
             is_tied=bool(config.get("tie_word_embeddings", False)),
         )
-    except (KeyError, TypeError, ZeroDivisionError) as error:
+        for one in fields(shape):
+            if one.name not in ("name", "is_tied"):
+                check_count(one.name, getattr(shape, one.name), least=1)
+        if shape.heads % shape.kv_heads:
+            raise ValueError(
+                f"{shape.heads} heads do not divide by {shape.kv_heads} key-value heads"
+            )
+        return shape
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise ValueError(
             f"{name}: its config is no Llama-like one ({error}); use --params"
         ) from None

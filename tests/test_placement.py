@@ -81,3 +81,33 @@ def test_the_command_line_tells_it(tmp_path) -> None:
     odd = run("--base", str(tmp_path))
     assert (odd.exit_code, len(odd.stderr.splitlines())) == (1, 1)
     assert run("--base", str(tmp_path / "gone")).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"hidden_size": "x"}',
+        '{"num_hidden_layers": 0}',
+        '{"vocab_size": 1e400}',
+        '{"num_attention_heads": 128}',  # no width is left for a head
+        '{"num_key_value_heads": -2}',
+        '{"num_key_value_heads": 3}',
+        '{"num_attention_heads": 0}',
+    ],
+)
+@pytest.mark.parametrize("more", [(), ("--gpus", "2", "--gpu-bytes", "1e9")])
+def test_a_config_that_is_none_is_named_in_a_line(tmp_path, text, more) -> None:
+    config = {
+        "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,
+        "num_hidden_layers": 2, "vocab_size": 100,
+    }  # fmt: skip
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    assert run("--base", str(tmp_path), "--variants", "2", *more).exit_code == 0
+    is_object = text.startswith("{") and text != "{"
+    file.write_text(json.dumps(config | json.loads(text)) if is_object else text)
+    told = run("--base", str(tmp_path), "--variants", "2", *more)
+    assert (told.exit_code, len(told.stderr.splitlines())) == (1, 1), told.exception
+    assert tmp_path.name in told.stderr

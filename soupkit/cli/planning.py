@@ -1,6 +1,5 @@
 """What fits where: plan, of one memory or of a node of GPUs."""
 
-import json
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -119,6 +118,7 @@ def _show_memory(found: "Plan") -> None:
 
 
 def _shape(params: float | None, base: str | None) -> "ModelShape":
+    from soupkit.files import fault_text, read_json
     from soupkit.placement import shape_for, shape_of
 
     if (params is None) == (base is None):
@@ -126,5 +126,9 @@ def _shape(params: float | None, base: str | None) -> "ModelShape":
     if base is None:
         assert params is not None
         return shape_for(params)
-    config = json.loads((Path(base) / "config.json").read_text(encoding="utf-8"))
+    path = Path(base) / "config.json"
+    try:
+        config = read_json(path, allow_nan=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(fault_text(error, path)) from None
     return shape_of(config, Path(base).name)
