@@ -109,16 +109,7 @@ class GpuPlan:
             "pipeline_parallel": self.layout.pipeline,
             "refusal": self.refusal or None,
             "fits": self.fits,
-            "items": [
-                {
-                    "what": item.what,
-                    "count": item.count,
-                    "bytes_each": item.nbytes,
-                    "bytes": item.total,
-                    "formula": item.formula,
-                }
-                for item in self.items
-            ],
+            "items": [item.to_json() for item in self.items],
             "bytes": self.total,
             "gpu_bytes": self.gpu_bytes,
             "slot_bytes": self.slot_bytes,

@@ -140,6 +140,16 @@ class Item:
         """Bytes of all of them."""
         return self.count * self.nbytes
 
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "what": self.what,
+            "count": self.count,
+            "bytes_each": self.nbytes,
+            "bytes": self.total,
+            "formula": self.formula,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -170,16 +180,7 @@ class Plan:
         return {
             "shape": self.shape.name,
             "parameters": self.shape.parameters,
-            "items": [
-                {
-                    "what": item.what,
-                    "count": item.count,
-                    "bytes_each": item.nbytes,
-                    "bytes": item.total,
-                    "formula": item.formula,
-                }
-                for item in self.items
-            ],
+            "items": [item.to_json() for item in self.items],
             "bytes": self.total,
             "budget_bytes": self.budget_bytes,
             "fits": self.fits,

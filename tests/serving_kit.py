@@ -1,12 +1,15 @@
 """Shared by the serving tests: a tiny random family with a tokenizer, dense oracles, a server."""
 
+import os
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import delta_kit
 import httpx
@@ -200,6 +203,19 @@ def wait_for(condition: Any, what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"never: {what}"
         time.sleep(0.005)
+
+
+def start_python(code: str) -> tuple[subprocess.Popen[str], IO[str]]:
+    """A process that runs code of this tree, and its stderr, to be read by whoever asked for it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([".", "kernels"])},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    return process, process.stderr
 
 
 @contextmanager

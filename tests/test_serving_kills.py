@@ -1,10 +1,8 @@
 """kill -9 while a server works: nothing on disk changes, and the next server serves all of it."""
 
 import hashlib
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +18,7 @@ from serving_kit import (
     make_family,
     metrics_of,
     serving,
+    start_python,
     wait_for,
 )
 
@@ -49,16 +48,8 @@ def start(root: Path, tmp_path: Path) -> tuple[subprocess.Popen[str], str]:
         "catalog.Catalog.load = slow\n"
         f"server.run({str(root / 'family')!r}, port=0, admin_key_file={str(tmp_path / 'admin')!r})"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", "kernels"])}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[1],
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    line = next((line for line in process.stderr if line.startswith("soupkit serves")), "")
+    process, lines = start_python(code)
+    line = next((line for line in lines if line.startswith("soupkit serves")), "")
     assert line, "the server did not start"
     return process, line.split()[-1]
 

@@ -17,9 +17,18 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from serving_kit import WAIT, Oracle, add_to_family, make_base, metrics_of, wait_for
+from serving_kit import (
+    WAIT,
+    Oracle,
+    add_to_family,
+    make_base,
+    metrics_of,
+    start_python,
+    wait_for,
+)
 
 from soupkit.errors import ServingError
+from soupkit.serving import rank_process
 from soupkit.serving.front_app import run
 from soupkit.serving.pretrained import load_model
 from soupkit.serving.rank_process import Place, start_ranks
@@ -67,16 +76,7 @@ def fleet(
         "from soupkit.serving.front_app import run\n"
         f"run({str(root / 'family')!r}, port=0, device='cpu', **{settings!r})"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", "kernels"])}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[1],
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    lines = process.stderr
+    process, lines = start_python(code)
     started = next((line for line in lines if line.startswith("soupkit serves")), "")
     # Nobody may wait for a pipe that is full.
     reader = threading.Thread(target=lines.read)
@@ -276,3 +276,15 @@ def test_a_replica_that_hangs_is_replaced_and_what_it_held_is_answered(root: Pat
         again = httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT * 3)
         assert again.json()["choices"] == first.json()["choices"]
         assert [one["restarts"] for one in replicas_of(url)].count(1) >= 1
+
+
+def test_a_rank_that_was_told_to_end_takes_nobody_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may end while the first still closes its connections."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    for code in (0, 1, -9):
+        child = subprocess.Popen([sys.executable, "-c", "pass"])
+        child.wait()
+        monkeypatch.setattr(child, "wait", lambda code=code: code)
+        rank_process._follow_child(child)  # type: ignore[arg-type]
+    assert ended == [1, 1]

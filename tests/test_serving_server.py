@@ -3,12 +3,9 @@ stop.
 """
 
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -33,6 +30,7 @@ from serving_kit import (
     make_family,
     metrics_of,
     serving,
+    start_python,
     wait_for,
 )
 
@@ -358,17 +356,9 @@ def test_if_the_engine_dies_ready_says_so_and_requests_get_503(root: Path) -> No
 def test_a_process_says_when_it_is_ready_and_drains_on_sigterm(root: Path) -> None:
     family = str(root / "family")
     code = f"from soupkit.serving.server import run; run({family!r}, port=0, pin=['norms'])"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", "kernels"])}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[1],
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
+    process, told = start_python(code)
     try:
-        line = next(line for line in process.stderr if line.startswith("soupkit serves"))
+        line = next(line for line in told if line.startswith("soupkit serves"))
         assert "base, embed, linear, matrix, norms" in line
         url = line.split()[-1]
         wait_for(

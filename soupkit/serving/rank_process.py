@@ -3,7 +3,8 @@
 The first is the replica itself (replica_process.py); it starts the others, which hold their part of
 the base and of every variant, and do as it says (engine.py, ranks.py). Each is told what to serve
 in a line of JSON on stdin, which then stays open: its end is the end of the first. The end of
-another is the end of the first, too: what is left could not go on, and the front starts all anew.
+another is the end of the first, too, unless the first has told it to end: what is left could not
+go on, and the front starts all anew.
 """
 
 import json
@@ -61,17 +62,12 @@ def start_ranks(settings: dict[str, Any], place: Place) -> None:
 
 def end_ranks() -> None:
     """In the first rank, after its engine has told the others to end."""
-    global _is_ending
-    _is_ending = True
     dist.destroy_process_group()
 
 
-_is_ending = False
-
-
 def _follow_child(child: "subprocess.Popen[bytes]") -> None:
-    code = child.wait()
-    if not _is_ending:
+    # Only one that was told to end ends with 0.
+    if code := child.wait():
         sys.stderr.write(f"soupkit: a rank ended with {code}; its replica cannot go on\n")
         os._exit(1)
 
