@@ -5,7 +5,6 @@
 """
 
 import argparse
-import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoTokenizer, get_scheduler, set_seed
 from transformers.integrations import HfDeepSpeedConfig
 
+from soupkit.exits import leave
 from soupkit.training import Soup
 
 HAS_GPU = torch.accelerator.is_available()
@@ -165,4 +165,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # ends gloo's threads, as in sft.py
+    leave()

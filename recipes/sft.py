@@ -6,7 +6,6 @@
 Every strategy of recipes/accelerate_configs; README.md there has the commands.
 """
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from sft_kit import (
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, get_scheduler
 
+from soupkit.exits import leave
 from soupkit.training import Soup
 
 
@@ -130,6 +130,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # DDP's reference cycle keeps gloo's threads alive; one that still runs when Python ends aborts
-    # the process (pytorch/pytorch#190489).
-    gc.collect()
+    leave()

@@ -4,7 +4,6 @@
         --base base --data train.jsonl --family family --name coder
 """
 
-import gc
 import os
 
 from sft_kit import (
@@ -19,6 +18,7 @@ from sft_kit import (
 )
 from transformers import AutoTokenizer, Trainer, TrainingArguments, set_seed
 
+from soupkit.exits import leave
 from soupkit.training import SoupCallback
 
 
@@ -67,4 +67,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # ends gloo's threads, as in sft.py
+    leave()

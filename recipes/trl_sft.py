@@ -4,7 +4,6 @@
         --base base --data train.jsonl --family family --name coder
 """
 
-import gc
 import os
 
 from datasets import Dataset
@@ -12,6 +11,7 @@ from sft_kit import flags, load_model, load_rows, nothing_lost, parse, step_of, 
 from transformers import AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
+from soupkit.exits import leave
 from soupkit.training import SoupCallback
 
 
@@ -61,4 +61,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # ends gloo's threads, as in sft.py
+    leave()

@@ -20,6 +20,7 @@ from sharded_strategies import Plain, without_compiler
 from torch import Tensor
 
 from soupkit.errors import SoupkitError
+from soupkit.exits import leave
 from soupkit.training.average import Average
 from soupkit.training.ema import decay_of_update
 from soupkit.training.params import ParamStore
@@ -163,4 +164,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # ends gloo's threads, as in recipes/sft.py
+    leave()

@@ -7,7 +7,6 @@ to compare. Parts: a plain DDP loop, a merge that fails, ranks that differ, Acce
 a Trainer that leaves FSDP out.
 """
 
-import gc
 import json
 import sys
 from pathlib import Path
@@ -23,6 +22,7 @@ from transformers import Trainer, TrainerCallback
 
 from soupkit import ExportConfig, SoupConfig
 from soupkit.errors import TrainingError
+from soupkit.exits import leave
 from soupkit.training import Soup, SoupCallback
 from soupkit.training.ranks import Ranks
 from soupkit.training.weights import strategy_name
@@ -254,4 +254,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # ends gloo's threads, as in recipes/sft.py
+    leave()

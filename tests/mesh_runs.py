@@ -3,7 +3,6 @@
 python -m torch.distributed.run --standalone --nproc_per_node 4 tests/mesh_runs.py FOLDER
 """
 
-import gc
 import json
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from soupkit import SoupConfig
+from soupkit.exits import leave
 from soupkit.training import Soup
 from soupkit.training.params import ParamStore
 
@@ -112,4 +112,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # ends gloo's threads, as in recipes/sft.py
+    leave()

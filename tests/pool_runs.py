@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from ddp_runs import gathered
 from peft import LoraConfig, get_peft_model
-from sharded_strategies import leave
 from soup_runs import load, make_trainer
 from torch.nn.parallel import DistributedDataParallel
 
+from soupkit.exits import leave
 from soupkit.kmerge import PoolRule
 from soupkit.training import KMergeCallback
 from soupkit.training.params import ParamStore

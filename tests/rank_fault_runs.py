@@ -4,7 +4,6 @@ test_training_rank_faults.py.
 python -m torch.distributed.run --standalone --nproc_per_node 2 tests/rank_fault_runs.py FOLDER
 """
 
-import gc
 import json
 import sys
 import time
@@ -19,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from soupkit import SoupConfig
 from soupkit.errors import MergeError, TrainingError
+from soupkit.exits import leave
 from soupkit.training import Soup, merging
 from soupkit.training.state import SoupFolder
 
@@ -218,4 +218,4 @@ PARTS = (threads, errors, unpicklable, replicas, stages, resumed, loaded)
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # ends gloo's threads, as in recipes/sft.py
+    leave()

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from soupkit.errors import ServingError
+from soupkit.exits import leave
 from soupkit.serving.engine import Engine
 from soupkit.serving.jobs import End, Job
 from soupkit.serving.layers import VariantBank, ties
@@ -139,3 +140,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

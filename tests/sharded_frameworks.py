@@ -34,7 +34,7 @@ from sharded_loops import (
     skipping_part,
 )
 from sharded_runs import same_bits
-from sharded_strategies import CUT, DeepSpeed, Fsdp2, adapted, leave, without_compiler
+from sharded_strategies import CUT, DeepSpeed, Fsdp2, adapted, without_compiler
 from soup_runs import load, make_trainer, rows
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
@@ -42,6 +42,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 
 from soupkit import ExportConfig, SoupConfig
 from soupkit.bundle import open_variant
+from soupkit.exits import leave
 from soupkit.training import Soup, SoupCallback
 
 CONFIG = SoupConfig(merge_every_n_steps=2, rank=3, feed_back=True)

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from sharded_strategies import MODELS, STRATEGIES, Plain, leave, odd_llama, without_compiler
+from sharded_strategies import MODELS, STRATEGIES, Plain, odd_llama, without_compiler
 from soup_runs import rows
 
 from soupkit import ExportConfig, SoupConfig
 from soupkit.errors import TrainingError
+from soupkit.exits import leave
 from soupkit.tensorfile import TensorFileWriter
 from soupkit.training import Soup, params, weights
 from soupkit.training.finish import finish_run

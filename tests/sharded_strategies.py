@@ -7,7 +7,6 @@ are used: the test process imports this file for its plain reference.
 
 import functools
 import os
-import sys
 import warnings
 
 import torch
@@ -65,16 +64,6 @@ def without_compiler() -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def leave() -> None:
-    """End a worker that has done its work, without Python's own end. DeepSpeed keeps process groups
-    after `destroy_process_group` (FWD_MODULE_STACK holds the module, whose parameters hold them; so
-    does the engine), and a thread of gloo that still runs then aborts the process now and then.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def sgd(parameters) -> torch.optim.Optimizer:

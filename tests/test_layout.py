@@ -13,7 +13,7 @@ SOURCES = sorted((ROOT / "soupkit").rglob("*.py")) + sorted((ROOT / "kernels").r
 # Layer of every module of soupkit: an import may only go to the same layer or a lower one.
 LAYER = {
     "version": 0,
-    "errors": 1, "config": 1, "delta": 1, "svd": 1, "merge": 1, "lora": 1,
+    "errors": 1, "exits": 1, "config": 1, "delta": 1, "svd": 1, "merge": 1, "lora": 1,
     "numeric": 1, "mean": 1, "solvers": 1, "monosoup": 1, "opcm": 1, "cuts": 1,
     "factored": 1, "gauge": 1,
     "encoding": 1, "signs": 1, "refit": 1, "gram": 1, "checks": 1, "forms": 1, "paired": 1,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import math
 import os
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from soupkit.config import SoupConfig
+from soupkit.exits import leave
 from soupkit.training import Soup
 
 STRATEGIES = ("one process", "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2")
@@ -243,8 +243,8 @@ def main() -> None:
     if is_launched:
         dist.barrier()
         dist.destroy_process_group()
-    gc.collect()  # ends gloo's threads: see recipes/sft.py
 
 
 if __name__ == "__main__":
     main()
+    leave()

@@ -13,13 +13,14 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from soupkit.errors import ServingError
+from soupkit.exits import leave
 
 from . import lifeline
 
@@ -60,9 +61,10 @@ def start_ranks(settings: dict[str, Any], place: Place) -> None:
     _join(store, place)
 
 
-def end_ranks() -> None:
-    """In the first rank, after its engine has told the others to end."""
+def end() -> NoReturn:
+    """A rank's end: of the first, after its engine has told the others to end."""
     dist.destroy_process_group()
+    leave()
 
 
 def _follow_child(child: "subprocess.Popen[bytes]") -> None:
@@ -124,4 +126,4 @@ def main() -> None:
     engine = Engine(model, max_running=running, plan=plan, bank=bank)
     engine.start()
     engine.follow()
-    dist.destroy_process_group()
+    end()

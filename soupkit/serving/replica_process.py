@@ -68,7 +68,7 @@ def main() -> None:
 def _serve(told: dict[str, Any], tell: Any) -> None:
     from .app import create_app
     from .listening import Server
-    from .rank_process import Place, end_ranks, start_ranks
+    from .rank_process import Place, end, start_ranks
     from .server import build_service
 
     settings = ReplicaSettings.from_json(told["settings"])
@@ -86,7 +86,7 @@ def _serve(told: dict[str, Any], tell: Any) -> None:
     app = create_app(service, keys=told["keys"], admin_keys=told["admin_keys"])
     Replica(app, service, host="127.0.0.1", port=0).run()
     if ranks > 1:
-        end_ranks()
+        end()
 
 
 def _device(settings: ReplicaSettings, index: int, count: int) -> tuple[str | None, int]:
