@@ -1,16 +1,15 @@
 """What an adapter_config.json says: rank and scale of each module, and that it is plain LoRA.
 
-Ranks and alphas of modules are looked up as PEFT does it: the first pattern of rank_pattern or
-alpha_pattern that matches the end of the dotted name from a dot on ("^..." : the whole name). All
-that makes an adapter more than `base + scale * B A` is refused by name. Read for PEFT 0.21, which
-is not imported. Not here: the tensors.
+Ranks and alphas of modules are looked up as PEFT does it (name_patterns.py). All that makes an
+adapter more than `base + scale * B A` is refused by name. Read for PEFT 0.21, which is not
+imported. Not here: the tensors.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from typing import Any
 from soupkit.errors import CheckpointError
 from soupkit.files import fault_text, read_json
 from soupkit.lora_kinds import MICA, VARIANTS, scaling
+from soupkit.name_patterns import MOST_WORK, PatternTable, Value, check_length, check_name, shown
+from soupkit.name_program import Program, Work
 from soupkit.tensorfile import is_count
 
 CONFIG_NAME = "adapter_config.json"
@@ -55,7 +56,8 @@ class AdapterConfig:
     Attributes:
         base, revision: of the base model, as the file says; None where it does not.
         rank, alpha, is_rslora, rank_pattern, alpha_pattern: see `rank_and_scale`.
-        target_modules: ends of the names of adapted modules, or a pattern of whole names.
+        target_modules: ends of the names of adapted modules, or a pattern of whole names; () where
+            it does not matter which.
         target_parameters: ends of the names of adapted bare parameters, sorted.
         carried: the fields of CARRIED that the file has.
     """
@@ -66,9 +68,9 @@ class AdapterConfig:
     rank: int
     alpha: float
     is_rslora: bool
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
-    target_modules: str | tuple[str, ...]
+    rank_pattern: PatternTable[int]
+    alpha_pattern: PatternTable[float]
+    target_modules: Program | tuple[str, ...]
     target_parameters: tuple[str, ...]
     carried: Mapping[str, Any]
 
@@ -76,10 +78,10 @@ class AdapterConfig:
         """Of the module or bare parameter of this dotted name.
 
         Raises:
-            CheckpointError: its alpha is 0.
+            CheckpointError: its alpha is 0, or a pattern takes too long to look up.
         """
-        rank = _of_pattern(self.rank_pattern, name, self.rank)
-        alpha = _of_pattern(self.alpha_pattern, name, self.alpha)
+        rank = self._looked_up("rank_pattern", self.rank_pattern, name, self.rank)
+        alpha = self._looked_up("alpha_pattern", self.alpha_pattern, name, self.alpha)
         scale = scaling(alpha, rank, is_rslora=self.is_rslora)
         if scale == 0:
             raise CheckpointError(
@@ -101,10 +103,22 @@ class AdapterConfig:
             found = {f"{module}.{name}" for name in self.target_parameters if "." not in name}
         return tuple(sorted(found))
 
+    def _looked_up(
+        self, field: str, table: PatternTable[Value], name: str, default: Value
+    ) -> Value:
+        try:
+            return table.of(name, default)
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: {field}: {error}") from None
+
     def _is_targeted(self, module: str) -> bool:
         """PEFT's match of target_modules."""
-        if isinstance(self.target_modules, str):
-            return re.fullmatch(self.target_modules, module) is not None
+        if isinstance(self.target_modules, Program):
+            check_name(module)
+            try:
+                return self.target_modules.matches(module, is_whole=True)
+            except ValueError as error:
+                raise ValueError(f"target_modules {error}") from None
         return any(f".{module}".endswith(f".{name}") for name in self.target_modules)
 
 
@@ -133,7 +147,7 @@ def read_adapter_config(path: Path) -> AdapterConfig:
             is_rslora=bool(config.get("use_rslora")),
             rank_pattern=_pattern(config, "rank_pattern", _rank),
             alpha_pattern=_pattern(config, "alpha_pattern", _alpha),
-            target_modules=_modules(config.get("target_modules")),
+            target_modules=_modules(config.get("target_modules"), targets),
             target_parameters=targets,
             # PEFT sorts them too, so that their order means nothing.
             carried={key: config[key] for key in CARRIED if config.get(key)}
@@ -185,14 +199,6 @@ def _exactly(name: str) -> str:
     return f"^{re.escape(name)}"
 
 
-def _of_pattern(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
-    """PEFT's get_pattern_key."""
-    for key, value in pattern.items():
-        if re.match(rf"(.*\.)?({key})$", name):
-            return value
-    return pattern.get(name, default)
-
-
 def refuse_more(config: Mapping[str, Any]) -> None:
     """Raise ValueError where the fields of an adapter's config make it more than plain LoRA."""
     if config.get("peft_type") != "LORA":
@@ -242,16 +248,15 @@ def _alpha(field: str, value: Any) -> float:
     return float(value)
 
 
-def _pattern(config: Mapping[str, Any], field: str, check: Any) -> dict[str, Any]:
+def _pattern(config: Mapping[str, Any], field: str, check: Any) -> PatternTable[Any]:
     pattern = config.get(field) or {}
     if not isinstance(pattern, dict):
         raise ValueError(f"{field}={pattern!r}: needs an object of names and numbers")
-    for key in pattern:
-        try:
-            re.compile(rf"(.*\.)?({key})$")
-        except re.error as error:
-            raise ValueError(f"{field}: {key!r} is no pattern ({error}); correct it") from None
-    return {key: check(f"{field}[{key!r}]", value) for key, value in pattern.items()}
+    checked = {key: check(f"{field}[{shown(key)}]", value) for key, value in pattern.items()}
+    try:
+        return PatternTable(checked)
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from None
 
 
 def _names(field: str, value: Any) -> tuple[str, ...]:
@@ -261,11 +266,14 @@ def _names(field: str, value: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _modules(value: Any) -> str | tuple[str, ...]:
+def _modules(value: Any, targets: Sequence[str]) -> Program | tuple[str, ...]:
+    """targets: target_parameters; a pattern is read only if one of them asks for its modules."""
     if not isinstance(value, str):
         return _names("target_modules", value)
+    if all("." in target for target in targets):
+        return ()
     try:
-        re.compile(value)
-    except re.error as error:
-        raise ValueError(f"target_modules={value!r} is no pattern ({error}); correct it") from None
-    return value
+        check_length(value)
+        return Program(value, Work(MOST_WORK))
+    except ValueError as error:
+        raise ValueError(f"target_modules={shown(value)} {error}") from None

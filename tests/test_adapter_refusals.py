@@ -95,7 +95,12 @@ def assert_refused(folder: Path, words: str, kind: type[SoupkitError] = Checkpoi
         ({"alpha_pattern": {"two": "4"}}, r"alpha_pattern\['two'\]='4'"),
         ({"base_model_name_or_path": 3}, "base_model_name_or_path=3: needs a text"),
         ({"target_parameters": ["up"], "target_modules": []}, "no factor of a bare parameter"),
-        ({"target_modules": "("}, r"target_modules='\(' is no pattern"),
+        ({"target_modules": "(", "target_parameters": ["up"]}, r"target_modules='\(' is no pat"),
+        ({"target_modules": r"(.)\1", "target_parameters": ["up"]}, "a back reference; write it"),
+        ({"target_modules": "(line*)*x", "target_parameters": ["up"]}, "no factor of a bare"),
+        ({"rank_pattern": {r"(?<=l)ine": 4}}, r"rank_pattern: '\(\?<=l\)ine' uses a look behind"),
+        ({"rank_pattern": {"(l+i*n*)+x": 4, "(two|t)+": 4}}, r"two\.lora_A\.weight has rank 3"),
+        ({"alpha_pattern": {"(e{999}){999}": 4}}, r"alpha_pattern: .* is longer than 20000 steps"),
         ({"target_modules": [1]}, "needs a list of names"),
         ({"target_parameters": "line.weight"}, "needs a list of names"),
         (
