@@ -159,3 +159,11 @@ GATED = (
     "--adapters, for the tasks that it has, and let others in with Python, AdapterPool.open(POOL)"
     ".add(ADAPTER, quality=SCORE), which a running server notices"
 )
+
+
+def _is_name(name: str) -> bool:
+    try:
+        check_variant_name(name)
+    except ValueError:
+        return False
+    return True
