@@ -401,6 +401,30 @@ def test_bad_input_is_one_line_and_exit_code_one(base_folder, tmp_path, argument
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("module", "command", "extras"),
+    [
+        ("fastapi", "serve {family}", ["serve"]),
+        ("transformers", "distill {family} {name} --finetuned x --data x", ["train", "serve"]),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named_with_its_extra(
+    family, tmp_path, module, command, extras
+):
+    """In a process of its own, that has imported nothing yet."""
+    start = f"import sys; sys.modules[{module!r}] = None; from soupkit.cli import main; main()"
+    name = next(iter(document("inspect", family)["variants"]))
+    arguments = command.format(family=family, name=name).split()
+    found = subprocess.run(
+        [sys.executable, "-c", start, *arguments], capture_output=True, text=True, cwd=tmp_path
+    )
+    remedy = " or ".join(f'pip install "soupkit[{extra}]"' for extra in extras)
+    assert (found.returncode, found.stderr) == (
+        1,
+        f"soupkit: {module} is not installed: {remedy}\n",
+    )
+
+
 def test_full_disk_is_one_line(base_folder, finetuned_folder, tmp_path, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
