@@ -169,6 +169,7 @@ SAYS = {
     "BaseServing._check_model": ["self.models.lora_requests", "self.models.resolve_lora("],
     "VocabParallelEmbedding.forward": ["self.quant_method.embedding(", "self.use_fused_embedding"],
     "LogitsProcessor._apply_head": ["lm_head.quant_method.apply("],
+    "Attention.forward": ["unified_kv_cache_update(", "key, value, self.layer_name"],
     "RMSNorm.forward_native": ["self.pass_weight", "self.pass_weight_add"],
     "LinearBase.__init__": ["quant_method"],
 }

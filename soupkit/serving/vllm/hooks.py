@@ -90,8 +90,8 @@ HOOKS = (
     ),
     Hook(
         "vllm.entrypoints.serve.engine.serving:BaseServing._check_model",
-        "relied on: asks `lora_requests`, then `resolve_lora`",
-        "variants get 404",
+        "wrapped: loads a request's variant first; then asks `lora_requests`, then `resolve_lora`",
+        "variants get 404, or a stream begins before its variant has failed to load",
     ),
     Hook(
         "vllm.v1.engine.async_llm:AsyncLLM.generate",
@@ -119,6 +119,11 @@ HOOKS = (
         "changed norms do not act: wrong tokens",
     ),
     Hook(
+        "vllm.model_executor.layers.attention.attention:Attention.forward",
+        "wrapped: keys and values of variants that are not finite are cached as zeros",
+        "a variant whose numbers overflow spoils answers of those who get its blocks next",
+    ),
+    Hook(
         "vllm.model_executor.models.utils:WeightsMapper.get_rename_mapper",
         "called: a checkpoint's names in vLLM's model",
         "tensors are refused: no such parameter",
@@ -129,12 +134,14 @@ HOOKS = (
 def install() -> None:
     """Puts the hooks in place, once a process, before an engine is made in it."""
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+    from vllm.entrypoints.serve.engine.serving import BaseServing
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.worker import lora_model_runner_mixin
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from .models import replace_models
+    from .models import check_first, replace_models
+    from .parent import follow
     from .worker import VariantManager
 
     if lora_model_runner_mixin.LRUCacheWorkerLoRAManager is VariantManager:
@@ -144,6 +151,8 @@ def install() -> None:
     _wrap_engine(EngineCore)
     _wrap_offline(LLMEngine)
     replace_models(OpenAIServingModels)
+    check_first(BaseServing)
+    follow()
 
 
 def _wrap_prompts(runner_class: Any) -> None:
