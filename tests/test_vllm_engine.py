@@ -268,6 +268,14 @@ def test_a_variant_in_use_is_not_removed(served: Served) -> None:
     assert engine.remove_lora(91)
 
 
+def test_the_base_is_not_replaced_under_its_variants(served: Served) -> None:
+    """vLLM forgets its adapters then: the next step with one of them stopped the engine."""
+    check_tokens(served, [None, "row"])
+    with pytest.raises(ServingError, match="restart the server"):
+        served.engine.collective_rpc("reload_weights")
+    check_tokens(served, [None, "row"])
+
+
 def test_a_tensor_without_a_place_is_refused_by_name(served: Served) -> None:
     """Another vocabulary; the others are served."""
     bank = bank_of(served.engine)

@@ -44,6 +44,11 @@ HOOKS = (
         "logprobs of prompts are refused, or come from the wrong rows where heads differ",
     ),
     Hook(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights",
+        "replaced: refused, as variants are changes to the base that was loaded",
+        "the engine stops: all variants are forgotten in the workers only",
+    ),
+    Hook(
         "vllm.v1.engine.core:EngineCore.add_request",
         "wrapped: a request whose variant is not registered is registered, or refused alone",
         "a variant that is gone stops the engine in the middle of a step",
@@ -104,6 +109,18 @@ HOOKS = (
         "deltas of linears do not act: wrong tokens",
     ),
     Hook(
+        "vllm.model_executor.layers.linear:QKVParallelLinear.__init__",
+        "relied on: a rank's heads by `total_num_heads`, `total_num_kv_heads`, `head_size`, "
+        "`v_head_size`, `tp_size` and `tp_rank`",
+        "a rank holds other heads of a delta than of the base: wrong tokens",
+    ),
+    Hook(
+        "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding.__init__",
+        "relied on: a rank's rows by `shard_indices`, `org_vocab_size` and "
+        "`num_embeddings_per_partition`",
+        "a rank holds other rows of a delta than of the base: wrong tokens",
+    ),
+    Hook(
         "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding.forward",
         "relied on: looks up by `quant_method.embedding`, or a kernel if `use_fused_embedding`",
         "deltas of embeddings do not act: wrong tokens",
@@ -128,6 +145,21 @@ HOOKS = (
         "called: a checkpoint's names in vLLM's model",
         "tensors are refused: no such parameter",
     ),
+    Hook(
+        "vllm.model_executor.models.utils:WeightsMapper._map_name",
+        "called: one name in vLLM's model",
+        "tensors are refused: no such parameter",
+    ),
+    Hook(
+        "vllm.model_executor.custom_op:maybe_get_oot_by_class",
+        "called: the class that a platform has in the place of embeddings and heads",
+        "changed embeddings and heads are refused by name",
+    ),
+    Hook(
+        "vllm.config.parallel:ParallelConfig._api_process_count",
+        "read: more than one API process is refused",
+        "a process removes variants that another one's requests have",
+    ),
 )  # fmt: skip
 
 
@@ -148,6 +180,7 @@ def install() -> None:
         return
     lora_model_runner_mixin.LRUCacheWorkerLoRAManager = VariantManager
     _wrap_prompts(GPUModelRunner)
+    GPUModelRunner.reload_weights = _refuse_reload
     _wrap_engine(EngineCore)
     _wrap_offline(LLMEngine)
     replace_models(OpenAIServingModels)
@@ -166,6 +199,10 @@ def _wrap_prompts(runner_class: Any) -> None:
             return original(self, hidden_states, num_scheduled_tokens)
 
     runner_class._get_prompt_logprobs_dict = prompts
+
+
+def _refuse_reload(self: Any, *args: Any, **named: Any) -> None:
+    raise ServingError("variants are changes to the base that was loaded: restart the server")
 
 
 @contextmanager
