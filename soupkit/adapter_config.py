@@ -1,9 +1,8 @@
 """What an adapter_config.json says: rank and scale of each module, and that it is plain LoRA.
 
-Ranks and alphas of modules are looked up as PEFT does it: the first pattern of rank_pattern or
-alpha_pattern that matches the end of the dotted name from a dot on ("^..." : the whole name). All
-that makes an adapter more than `base + scale * B A` is refused by name. Read for PEFT 0.21, which
-is not imported. Not here: the tensors.
+Ranks and alphas of modules are looked up as PEFT does it (name_patterns.py). All that makes an
+adapter more than `base + scale * B A` is refused by name. Read for PEFT 0.21, which is not
+imported. Not here: the tensors.
 """
 
 from __future__ import annotations
@@ -11,13 +10,16 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import regex
 
 from soupkit.errors import CheckpointError
 from soupkit.files import fault_text, read_json
 from soupkit.lora_kinds import MICA, VARIANTS, scaling
+from soupkit.name_patterns import Patience, PatternTable, Value, compiled, does_match, shown
 from soupkit.tensorfile import is_count
 
 CONFIG_NAME = "adapter_config.json"
@@ -58,6 +60,7 @@ class AdapterConfig:
         target_modules: ends of the names of adapted modules, or a pattern of whole names.
         target_parameters: ends of the names of adapted bare parameters, sorted.
         carried: the fields of CARRIED that the file has.
+        patience: for comparisons with target_modules.
     """
 
     path: Path
@@ -66,20 +69,21 @@ class AdapterConfig:
     rank: int
     alpha: float
     is_rslora: bool
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
-    target_modules: str | tuple[str, ...]
+    rank_pattern: PatternTable[int]
+    alpha_pattern: PatternTable[float]
+    target_modules: regex.Pattern[str] | tuple[str, ...]
     target_parameters: tuple[str, ...]
     carried: Mapping[str, Any]
+    patience: Patience = field(default_factory=Patience, repr=False, compare=False)
 
     def rank_and_scale(self, name: str) -> tuple[int, float]:
         """Of the module or bare parameter of this dotted name.
 
         Raises:
-            CheckpointError: its alpha is 0.
+            CheckpointError: its alpha is 0, or a pattern takes too long to look up.
         """
-        rank = _of_pattern(self.rank_pattern, name, self.rank)
-        alpha = _of_pattern(self.alpha_pattern, name, self.alpha)
+        rank = self._looked_up("rank_pattern", self.rank_pattern, name, self.rank)
+        alpha = self._looked_up("alpha_pattern", self.alpha_pattern, name, self.alpha)
         scale = scaling(alpha, rank, is_rslora=self.is_rslora)
         if scale == 0:
             raise CheckpointError(
@@ -101,10 +105,21 @@ class AdapterConfig:
             found = {f"{module}.{name}" for name in self.target_parameters if "." not in name}
         return tuple(sorted(found))
 
+    def _looked_up(
+        self, field: str, table: PatternTable[Value], name: str, default: Value
+    ) -> Value:
+        try:
+            return table.of(name, default)
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: {field}: {error}") from None
+
     def _is_targeted(self, module: str) -> bool:
         """PEFT's match of target_modules."""
-        if isinstance(self.target_modules, str):
-            return re.fullmatch(self.target_modules, module) is not None
+        if isinstance(self.target_modules, regex.Pattern):
+            try:
+                return does_match(self.target_modules.fullmatch, module, self.patience)
+            except ValueError as error:
+                raise CheckpointError(f"{self.path}: target_modules {error}") from None
         return any(f".{module}".endswith(f".{name}") for name in self.target_modules)
 
 
@@ -185,14 +200,6 @@ def _exactly(name: str) -> str:
     return f"^{re.escape(name)}"
 
 
-def _of_pattern(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
-    """PEFT's get_pattern_key."""
-    for key, value in pattern.items():
-        if re.match(rf"(.*\.)?({key})$", name):
-            return value
-    return pattern.get(name, default)
-
-
 def refuse_more(config: Mapping[str, Any]) -> None:
     """Raise ValueError where the fields of an adapter's config make it more than plain LoRA."""
     if config.get("peft_type") != "LORA":
@@ -212,8 +219,8 @@ def refuse_more(config: Mapping[str, Any]) -> None:
             f"bias={config['bias']!r}: trained biases are no factors: train with bias='none', or "
             f"{MERGED}"
         )
-    for field, (text, remedy) in _MORE.items():
-        if config.get(field):
+    for key, (text, remedy) in _MORE.items():
+        if config.get(key):
             raise ValueError(f"{text} cannot be merged as factors: {remedy}, or {MERGED}")
     if isinstance(init, str) and init.startswith(_CHANGES_BASE):
         raise ValueError(
@@ -242,16 +249,15 @@ def _alpha(field: str, value: Any) -> float:
     return float(value)
 
 
-def _pattern(config: Mapping[str, Any], field: str, check: Any) -> dict[str, Any]:
+def _pattern(config: Mapping[str, Any], field: str, check: Any) -> PatternTable[Any]:
     pattern = config.get(field) or {}
     if not isinstance(pattern, dict):
         raise ValueError(f"{field}={pattern!r}: needs an object of names and numbers")
-    for key in pattern:
-        try:
-            re.compile(rf"(.*\.)?({key})$")
-        except re.error as error:
-            raise ValueError(f"{field}: {key!r} is no pattern ({error}); correct it") from None
-    return {key: check(f"{field}[{key!r}]", value) for key, value in pattern.items()}
+    checked = {key: check(f"{field}[{shown(key)}]", value) for key, value in pattern.items()}
+    try:
+        return PatternTable(checked)
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from None
 
 
 def _names(field: str, value: Any) -> tuple[str, ...]:
@@ -261,11 +267,10 @@ def _names(field: str, value: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _modules(value: Any) -> str | tuple[str, ...]:
+def _modules(value: Any) -> regex.Pattern[str] | tuple[str, ...]:
     if not isinstance(value, str):
         return _names("target_modules", value)
     try:
-        re.compile(value)
-    except re.error as error:
-        raise ValueError(f"target_modules={value!r} is no pattern ({error}); correct it") from None
-    return value
+        return compiled(value, value)
+    except ValueError as error:
+        raise ValueError(f"target_modules={error}") from None

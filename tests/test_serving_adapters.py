@@ -516,13 +516,15 @@ def refusals(root: Path, tmp_path: Path) -> dict[str, Callable[[], object]]:
         "no such folder": lambda: build_service(
             family, pool=pool.folder, adapters=tmp_path / "gone"
         ),
-        "gate asks for the quality": lambda: build_service(
+        "without --adapters.*add.ADAPTER, quality=SCORE": lambda: build_service(
             family, pool=quality.folder, adapters=root / "source"
         ),
     }
 
 
-@pytest.mark.parametrize("reason", ["needs pool=", "no such folder", "gate asks for the quality"])
+@pytest.mark.parametrize(
+    "reason", ["needs pool=", "no such folder", "without --adapters.*add.ADAPTER, quality=SCORE"]
+)
 def test_what_cannot_be_served_is_told_at_the_start(
     root: Path, tmp_path: Path, reason: str
 ) -> None:

@@ -155,9 +155,9 @@ class Admissions:
 
 
 GATED = (
-    "its gate asks for the quality of merges, which a server cannot score: serve it without "
-    "--adapters, which answers for the tasks it has, and add adapters in Python with "
-    "AdapterPool.add(..., quality=...)"
+    "its rule has a gate_quality, and a server has nothing to score a merge with: serve it without "
+    "--adapters, for the tasks that it has, and let others in with Python, AdapterPool.open(POOL)"
+    ".add(ADAPTER, quality=SCORE), which a running server notices"
 )
 
 

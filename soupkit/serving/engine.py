@@ -113,7 +113,7 @@ class Engine(EngineSlots):
             processor = manager.batch_processor = manager._create_batch_processor()
         inputs, scheduler = processor.inputs_and_outputs, processor.scheduler
         self._guard = KeyValueGuard(processor.cache)
-        self._prefixes = PrefixCache(
+        self.prefixes = PrefixCache(
             processor.cache, scheduler, page_tokens=PAGE_TOKENS, salt_of=self._salt_of
         )
         self._prepare, inputs.prepare_batch_tensors = inputs.prepare_batch_tensors, self._on_prepare
@@ -229,6 +229,7 @@ class Engine(EngineSlots):
     def _logits(self, tokens: tuple[int, ...], slot: int) -> Tensor:
         ids = torch.tensor([tokens], device=self._model.device)
         with self._manager.pause(), torch.no_grad():
+            self.pulse.beat()
             self._bank.set_batch([slot] * len(tokens), [slot] * len(tokens))
             try:
                 logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
@@ -290,6 +291,7 @@ class Engine(EngineSlots):
                 record.fresh.append(token)
 
     def _on_clear(self) -> list[Any]:
+        self.pulse.beat()
         with self._lock:
             doomed = {
                 key: record for key, record in self._records.items() if record.fate is not None

@@ -1,4 +1,4 @@
-"""What every request passes before a route sees it: keys, and bounds on its body."""
+"""What every request passes before a route sees it: keys, bounds on its body, HEAD as GET."""
 
 import asyncio
 import hashlib
@@ -38,6 +38,9 @@ class Gate:
         refusal = self._refusal(scope)
         if refusal is not None:
             return await error_response(refusal)(scope, receive, send)
+        if scope["method"] == "HEAD":
+            # The server that sends the answer, whose scope this is not, leaves its body out.
+            scope = {**scope, "method": "GET"}
         num_bytes, is_whole = 0, False
         loop = asyncio.get_running_loop()
         deadline = loop.time() + BODY_SECONDS
@@ -91,4 +94,6 @@ def error_response(error: ApiError) -> Response:
     headers = dict(error.headers)
     if error.retry_seconds is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_seconds)))
+    if "GET" in headers.get("Allow", ""):
+        headers["Allow"] = "GET, HEAD"
     return JSONResponse(error.body, error.status, headers)

@@ -8,11 +8,13 @@
 Room is a free slot, or one whose variant another replica holds too and nobody uses here: a copy
 puts no other variant out of the fleet, unless twice a batch is open for the replica that it is to
 relieve. While a variant is being loaded anywhere no other load of it begins, so that followers go
-where it loads. A replica that failed to load a variant is asked last.
+where it loads. A replica that failed to load a variant, or is late with it, is asked last.
 
 A function of what is known, without clock or I/O: several routers that know the same choose the
 same. Where cold variants go on equal terms is a hash of the two (rendezvous hashing), so that one
-comes back to where its file is still in the page cache.
+comes back to where its file is still in the page cache. So it is with a conversation among replicas
+that have about as much to do: its next turn comes where keys and values of the last one are still
+in the prefix cache.
 """
 
 import hashlib
@@ -25,6 +27,8 @@ from .states import Phase
 _HELD = frozenset({Phase.QUEUED, Phase.LOADING, Phase.INSTALLING, Phase.RESIDENT})
 # Open sequences of a replica, in batches, from which on a copy may put others out.
 PATIENCE = 2
+# Loads that are in the same part of a batch are about equal.
+PARTS = 4
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class Replica:
     Args:
         is_up: whether it can generate. open: sequences it has, running and waiting.
         slots: variants that its device has room for. phases: of variants; others are on disk.
-        pinned: variants that stay. open_for: sequences by variant.
+        pinned: variants that stay. open_for: sequences by variant. late: variants whose load takes
+            longer than anyone should wait for.
     """
 
     is_up: bool
@@ -45,6 +50,7 @@ class Replica:
     phases: Mapping[str, Phase] = field(default_factory=dict)
     pinned: Collection[str] = ()
     open_for: Mapping[str, int] = field(default_factory=dict)
+    late: Collection[str] = ()
 
     @property
     def is_busy(self) -> bool:
@@ -62,12 +68,16 @@ class Replica:
         return self.open / self.max_running
 
     def holds(self, variant: str) -> bool:
-        """Whether it is resident or on its way."""
-        return variant in self.held
+        """Whether it is resident or on its way, and not late."""
+        return variant in self.held and variant not in self.late
 
     def loads(self, variant: str) -> bool:
-        """Whether it is on its way."""
-        return variant in self.loading
+        """Whether it is on its way, and not late."""
+        return variant in self.loading and variant not in self.late
+
+    def has_failed(self, variant: str) -> bool:
+        """Whether it could not load it, or has not for too long."""
+        return self.phases.get(variant) is Phase.FAILED or variant in self.late
 
     @cached_property
     def held(self) -> frozenset[str]:
@@ -98,23 +108,28 @@ class Replica:
 
 
 def choose(
-    replicas: Sequence[Replica], variant: str | None, *, excluded: Collection[int] = ()
+    replicas: Sequence[Replica],
+    variant: str | None,
+    *,
+    excluded: Collection[int] = (),
+    beginning: bytes = b"",
 ) -> int | None:
     """The replica that a request goes to, None if none is up.
 
     Args:
         variant: what it asks for; None: the base. excluded: those that have refused it already.
+        beginning: of what it asks, the same for all turns of a conversation; empty: of none.
     """
     up = [i for i, one in enumerate(replicas) if one.is_up and i not in excluded]
     able = [i for i in up if not replicas[i].is_full] or up
     if not able:
         return None
     if variant is None:
-        return min(able, key=lambda i: (replicas[i].load, i))
+        return min(able, key=lambda i: _wait(replicas[i], i, "", beginning))
     holders = [i for i in able if replicas[i].holds(variant)]
     if not holders:
         return min(able, key=lambda i: _cost_of_load(replicas, i, variant))
-    best = min(holders, key=lambda i: _wait(replicas[i], i, variant))
+    best = min(holders, key=lambda i: _wait(replicas[i], i, variant, beginning))
     if not replicas[best].is_busy or any(one.is_up and one.loads(variant) for one in replicas):
         return best
     may_put_out = replicas[best].open >= PATIENCE * replicas[best].max_running
@@ -123,15 +138,20 @@ def choose(
         for i in able
         if i not in holders
         and not replicas[i].is_busy
-        and replicas[i].phases.get(variant) is not Phase.FAILED
+        and not replicas[i].has_failed(variant)
         and (_has_room(replicas, i) or (may_put_out and replicas[i].idle))
     ]
     return min(others, key=lambda i: _cost_of_load(replicas, i, variant), default=best)
 
 
-def _wait(replica: Replica, index: int, variant: str) -> tuple[bool, bool, float, int]:
+def _wait(
+    replica: Replica, index: int, variant: str, beginning: bytes
+) -> tuple[bool, bool, float, bytes]:
     """Holders, the one that answers soonest first."""
-    return replica.is_busy, replica.loads(variant), replica.load, index
+    if not beginning:
+        return replica.is_busy, replica.loads(variant), replica.load, index.to_bytes(8)
+    parts, place = int(PARTS * replica.load), _place(index, variant, beginning)
+    return replica.is_busy, replica.loads(variant), parts, place
 
 
 def _cost_of_load(
@@ -141,15 +161,21 @@ def _cost_of_load(
     one = replicas[index]
     phase = one.phases.get(variant, Phase.DISK)
     return (
-        phase in (Phase.FAILED, Phase.DRAINING),
+        one.has_failed(variant) or phase is Phase.DRAINING,
         one.is_busy,
         phase is not Phase.HOST,
         not _has_room(replicas, index),
         len(one.loading),
-        int(4 * one.load),
+        int(PARTS * one.load),
         -one.free_slots,
-        hashlib.blake2b(f"{index}\0{variant}".encode(), digest_size=8).digest(),
+        _place(index, variant),
     )
+
+
+def _place(index: int, variant: str, beginning: bytes = b"") -> bytes:
+    """Rendezvous hashing: the least of all replicas is the one for what is hashed."""
+    what = f"{index}\0{variant}".encode()
+    return hashlib.blake2b(what + (b"\0" + beginning if beginning else b""), digest_size=8).digest()
 
 
 def _has_room(replicas: Sequence[Replica], index: int) -> bool:
