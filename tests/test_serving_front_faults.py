@@ -3,15 +3,19 @@
 import asyncio
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from front_kit import ADMIN, Fake, Stage, stage
+from front_kit import ADMIN, Events, Fake, Stage, stage
 from serving_kit import wait_for
 
 from soupkit.errors import ServingError
@@ -276,7 +280,6 @@ def test_bodies_that_wait_for_a_replica_are_bounded() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 5, 17, 1000])
 def test_events_that_came_together_are_sent_together(size: int) -> None:
-    """One by one each was a write of its own, and asyncio told of each whose client was gone."""
     told = b"".join(b'data: {"n": %d}\n\n' % n for n in range(8))
 
     async def run() -> list[bytes]:
@@ -309,3 +312,69 @@ def test_one_replica_that_hangs_spoils_no_scrape() -> None:
         assert seconds[0] < 10, "Prometheus would not wait so long"
 
     play(scene)
+
+
+def test_a_client_that_left_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """asyncio tells of every write to a connection whose loss it has had no turn to notice."""
+
+    async def scene(it: Stage) -> None:
+        has_left = asyncio.Event()
+
+        class Burst(Events):
+            async def __aiter__(self) -> AsyncIterator[bytes]:
+                yield b"data: 0\n\n"
+                await has_left.wait()
+                for n in range(50):
+                    yield b"data: %d\n\n" % n
+
+        async def complete(_: Any) -> httpx.Response:
+            kind = {"content-type": "text/event-stream"}
+            it.fakes[0].streams.append(Burst([], cut=None))
+            return httpx.Response(200, headers=kind, stream=it.fakes[0].streams[-1])
+
+        it.fakes[0]._complete = complete  # type: ignore[method-assign]
+        server = FrontServer(it.app, it.fleet, host="127.0.0.1", port=0)
+        serving = asyncio.create_task(server._serve())
+        while not server.started:
+            await asyncio.sleep(0)
+        client = socket.create_connection(server.address)
+        body = b'{"model": "a", "prompt": "x", "stream": true}'
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        client.sendall(head + body)
+        while b"data: 0" not in await asyncio.to_thread(client.recv, 1 << 12):
+            pass
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()
+        has_left.set()
+        while not it.fakes[0].streams[0].is_closed:
+            await asyncio.sleep(0.001)
+        server.should_exit = True
+        await serving
+
+    play(scene, 1)
+    assert "socket.send()" not in caplog.text
+
+
+def test_a_stop_waits_once_for_a_replica_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The front's own connections had taken all of the time, and it was waited for again."""
+    late = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late)
+    monkeypatch.setattr(fleet_module, "time", clock)
+    monkeypatch.setattr(fleet_module, "LAST_SECONDS", 0.05)
+
+    async def scene(it: Stage) -> None:
+        nonlocal late
+        stuck, got = it.fakes[0], []
+
+        def stops_late(number: int) -> None:
+            got.append(number)
+            if number == signal.SIGKILL:
+                stuck.over.set()
+
+        stuck.send_signal = stops_late  # type: ignore[method-assign]
+        it.fleet.terminate()
+        late = 30.0
+        await asyncio.wait_for(it.fleet.stop(), 10)
+        assert set(got) == {signal.SIGTERM, signal.SIGKILL}
+
+    play(scene, 1)

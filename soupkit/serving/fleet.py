@@ -77,7 +77,7 @@ class Fleet:
         self._max_wait_seconds = max_wait_seconds
         self.most_waiting = count * (settings.max_queue or MAX_WAITING)
         self._waiting = 0
-        self.draining = False
+        self.draining, self._ending_since = False, 0.0
         self.copies = 0  # requests that began the load of what another replica holds
         # Each pin on one replica: together they pin more than one could.
         self.members = [Member(i, dict.fromkeys(settings.pin[i::count])) for i in range(count)]
@@ -100,6 +100,7 @@ class Fleet:
     def terminate(self) -> None:
         """Has the replicas answer what is open and end."""
         self.draining = True
+        self._ending_since = self._ending_since or time.monotonic()
         self._tell_change()
         for keeper in self._keepers:
             keeper.cancel()
@@ -114,12 +115,15 @@ class Fleet:
                 member.process.send_signal(signal.SIGKILL)
 
     async def stop(self, *, seconds: float = DRAIN_SECONDS + LAST_SECONDS) -> None:
-        """Ends all replicas; those that have not ended after `seconds` are killed."""
+        """Ends all replicas; those that have not ended so many seconds after they were told to are
+        killed, now if that is long ago, but for a few seconds in which others close.
+        """
         self.terminate()
+        past = time.monotonic() - self._ending_since
         await asyncio.gather(*self._keepers, return_exceptions=True)
         ends = [asyncio.create_task(_ended(m.process)) for m in self.members if m.process]
         if ends:
-            await asyncio.wait(ends, timeout=seconds)
+            await asyncio.wait(ends, timeout=max(min(seconds, LAST_SECONDS), seconds - past))
         self.kill()
         await asyncio.gather(*ends)
 

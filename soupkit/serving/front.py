@@ -279,6 +279,8 @@ class Front:
         try:
             async for event in events:
                 yield event
+                # The loop has its turn: to notice that the client has left, and for the others.
+                await asyncio.sleep(0)
         except httpx.TransportError:
             self.fleet.note_fault(member)
             self.counts.lost_streams += 1
