@@ -299,12 +299,14 @@ def lost_event() -> bytes:
 
 
 async def whole_events(parts: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
-    """Whole events only: half of one would spoil what is said after it."""
+    """Whole events only, as half of one would spoil what is said after it; those that came together
+    stay together.
+    """
     rest = b""
     async for part in parts:
-        *whole, rest = (rest + part).split(b"\n\n")
-        for event in whole:
-            yield event + b"\n\n"
+        whole, end, rest = (rest + part).rpartition(b"\n\n")
+        if end:
+            yield whole + end
     if rest:
         yield rest
 
