@@ -528,11 +528,12 @@ def test_copies_of_processes_that_were_killed_go_and_those_of_living_ones_stay(
 ) -> None:
     """By their locks: in another container a living one's number is nobody's, or another's here."""
     living = Store(family, folder=tmp_path)
-    moved = living.folder.rename(tmp_path / f"{PREFIX}4000000-abc")
-    ours = tmp_path / f"{PREFIX}{os.getpid()}-killed"
-    linked = tmp_path / f"{PREFIX}4000000-link"
+    moved = living.folder.rename(tmp_path / f"{PREFIX}4000000-abcd_ef1")
+    ours = tmp_path / f"{PREFIX}{os.getpid()}-killed_1"
+    linked = tmp_path / f"{PREFIX}4000000-linked_1"
     other = tmp_path / "notes"
-    for folder in (ours, other):
+    strangers = [tmp_path / f"{PREFIX}{name}" for name in ("my-notes123", "7-notes", "2026-11-30")]
+    for folder in (ours, other, *strangers):
         folder.mkdir()
         (folder / "copy").touch()
     linked.symlink_to(other)
@@ -540,6 +541,7 @@ def test_copies_of_processes_that_were_killed_go_and_those_of_living_ones_stay(
     assert moved.exists()
     assert not ours.exists()
     assert (linked / "copy").exists()
+    assert all(folder.exists() for folder in strangers)
     moved.rename(living.folder)
     living.close()
     assert not living.folder.exists()
@@ -578,7 +580,7 @@ def test_what_a_killed_server_left_in_memory_does_not_push_the_next_one_out_of_i
     family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = tmp_path / "shm"
-    left = memory / f"{PREFIX}4000000-abc"
+    left = memory / f"{PREFIX}4000000-abcdefgh"
     left.mkdir(parents=True)
     monkeypatch.setattr(store_module, "SHARED_MEMORY", memory)
     monkeypatch.setattr(

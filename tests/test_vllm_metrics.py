@@ -115,7 +115,7 @@ def test_what_gave_way_to_another_is_counted_once(family: Path) -> None:
 def test_names_texts_and_kinds_are_those_of_soupkits_own_server(family: Path) -> None:
     own = {
         found.name: (found.documentation, found.type)
-        for found in text_string_to_metric_families(Metrics(dict).render().decode())
+        for found in text_string_to_metric_families(Metrics(dict, int).render().decode())
     }
 
     async def story(copies: Copies, engine: Engine, store: Held) -> None:

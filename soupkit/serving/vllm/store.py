@@ -14,6 +14,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -30,6 +31,7 @@ from .settings import HOST_BYTES, STORE
 logger = logging.getLogger("vllm.soupkit")
 
 PREFIX = "soupkit-"
+_STORE_NAME = re.compile(r"soupkit-[0-9]+-[a-z0-9_]{8}")  # as mkdtemp makes them
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -180,7 +182,8 @@ def remove_leftovers(parent: Path) -> None:
     """Removes the folders of this user's processes that were killed."""
     for path in parent.glob(f"{PREFIX}*-*"):
         with contextlib.suppress(OSError):
-            if path.lstat().st_uid != os.getuid() or path.is_symlink():
+            is_store = _STORE_NAME.fullmatch(path.name) and not path.is_symlink()
+            if not is_store or path.lstat().st_uid != os.getuid():
                 continue
             lock = hold_folder(path)
             if lock is not None:
