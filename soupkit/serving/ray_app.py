@@ -105,10 +105,12 @@ class FamilyReplica:
 
     async def taken(self, name: str) -> bool:
         """Serves anew what a former ingress had unloaded. False if this is not `name`."""
-        catalog = self._service.catalog
-        for hidden in catalog.refs if name == self._name else ():
-            catalog.show(hidden)
-        return bool(name == self._name)
+        if name != self._name:
+            return False
+        for hidden in self._service.catalog.refs:
+            self._service.catalog.show(hidden)
+        self._service.follow_family()
+        return True
 
     async def check_health(self) -> None:
         """Ray replaces a replica whose engine has stopped."""

@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator
+from contextvars import Context
 from typing import Any
 
 import httpx
@@ -62,6 +63,15 @@ def _running() -> set[str]:
     return {one.unique_id for router in _known_routers() for one in list(router.curr_replicas)}
 
 
+def _call(method: Any, *given: Any) -> Any:
+    """What Ray's handle returns.
+
+    Calls in the context of one request have one number, by which the router loses all but one of
+    those that wait, and then spins. In a context of its own each has another one.
+    """
+    return Context().run(method.remote, *given)
+
+
 class _Body(httpx.AsyncByteStream):
     """What a replica sends, and its call, which ends with it."""
 
@@ -89,7 +99,7 @@ class RayTransport(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         target = request.extensions.get("target", request.url.raw_path)
         name, body = request.url.host, await request.aread()
-        parts = self._replicas.answer.remote(name, request.method, target, body)
+        parts = _call(self._replicas.answer, name, request.method, target, body)
         is_over = True
         try:
             seconds = request.extensions.get("timeout", {}).get("read")
@@ -164,7 +174,7 @@ class RayFleet(Fleet):
         found = RayReplica(free[0])
         self._taking.add(found.name)
         try:
-            if not await self._replicas.taken.remote(found.name):
+            if not await _call(self._replicas.taken, found.name):
                 raise ServingError("it has ended")
             for name in json.loads(line)["settings"]["pin"]:
                 told = await self.client.post(
