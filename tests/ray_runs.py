@@ -25,6 +25,7 @@ from serving_kit import metrics_of, serving
 from test_serving_front_routes import ADMIN, METHODS, PATHS, SECRET, told
 
 from recipes.serve.ray_family import app
+from soupkit.errors import SoupkitError
 from soupkit.serving.ray_app import family_app
 from soupkit.serving.replica_process import ReplicaSettings
 
@@ -170,17 +171,18 @@ def administrate(url: str, gone: str, stays: str) -> dict[str, Any]:
     return found
 
 
-def refusals() -> list[str]:
+def refusals(family: str) -> list[str]:
     """What the recipe says to words that it cannot use."""
     found = []
     for words in (
         {}, {"family": "f", "keys": "k"}, {"family": "f", "replicas": "two"},
         {"family": "f", "num_gpus": "-1"}, {"family": "f", "replicas": 0},
-        {"family": "f", "max_wait_seconds": "long"},
+        {"family": "f", "max_wait_seconds": "long"}, {"family": "nowhere"},
+        {"family": family, "pin": "none"}, {"family": family, "api_key_file": "nowhere"},
     ):  # fmt: skip
         try:
             app(words)
-        except ValueError as error:
+        except (ValueError, SoupkitError) as error:
             found.append(str(error))
     return found
 
@@ -219,7 +221,7 @@ def main(family: Path, port: int, out: Path) -> None:
         names = sorted(path.name for path in (family / "variants").iterdir())
         url = f"http://127.0.0.1:{port}"
         with serving(family.parent, keys=(SECRET,), admin_keys=(ADMIN,)) as (_, alone):
-            found = {"differ": asyncio.run(compare(url, alone)), "refused": refusals()}
+            found = {"differ": asyncio.run(compare(url, alone)), "refused": refusals(str(family))}
         found |= play(url, names)
         out.write_text(json.dumps(found | {"admin": administrate(url, *names[:2])}))
     finally:

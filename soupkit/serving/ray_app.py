@@ -25,6 +25,7 @@ from ray.serve.config import RequestRouterConfig
 from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
+from soupkit.bundle import open_family
 from soupkit.errors import ServingError
 
 from .front_app import create_front
@@ -179,7 +180,8 @@ def family_app(
             them; Ray is told their paths only.
 
     Raises:
-        ValueError: an argument.
+        ValueError: an argument. SoupkitError: the family cannot be read here. What only a replica
+            finds out is told by `serve status`.
     """
     if replicas < 1:
         raise ValueError(f"replicas={replicas}: must be at least 1")
@@ -190,6 +192,12 @@ def family_app(
             f"tensor_parallel={settings.tensor_parallel}: a replica behind Ray is one process; "
             "start `soupkit serve --tensor-parallel` instead"
         )
+    read_keys(api_key_file, admin_key_file)
+    variants = open_family(settings.family).variants
+    unknown = [name for name in settings.pin if name not in variants and settings.pool is None]
+    if unknown:
+        known = ", ".join(variants) or "none"
+        raise ServingError(f"--pin {unknown[0]}: there is no such variant, only {known}")
     # On CPUs all replicas may be on one machine.
     sharers = replicas if not num_gpus else max(1, math.floor(1 / num_gpus))
     deployed = serve.deployment(FamilyReplica).options(
