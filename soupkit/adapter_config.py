@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import regex
 
 from soupkit.errors import CheckpointError
 from soupkit.files import fault_text, read_json
 from soupkit.lora_kinds import MICA, VARIANTS, scaling
-from soupkit.name_patterns import MOST_WORK, PatternTable, Value, check_length, check_name, shown
-from soupkit.name_program import Program, Work
+from soupkit.name_patterns import Patience, PatternTable, Value, compiled, does_match, shown
 from soupkit.tensorfile import is_count
 
 CONFIG_NAME = "adapter_config.json"
@@ -56,10 +57,10 @@ class AdapterConfig:
     Attributes:
         base, revision: of the base model, as the file says; None where it does not.
         rank, alpha, is_rslora, rank_pattern, alpha_pattern: see `rank_and_scale`.
-        target_modules: ends of the names of adapted modules, or a pattern of whole names; () where
-            it does not matter which.
+        target_modules: ends of the names of adapted modules, or a pattern of whole names.
         target_parameters: ends of the names of adapted bare parameters, sorted.
         carried: the fields of CARRIED that the file has.
+        patience: for comparisons with target_modules.
     """
 
     path: Path
@@ -70,9 +71,10 @@ class AdapterConfig:
     is_rslora: bool
     rank_pattern: PatternTable[int]
     alpha_pattern: PatternTable[float]
-    target_modules: Program | tuple[str, ...]
+    target_modules: regex.Pattern[str] | tuple[str, ...]
     target_parameters: tuple[str, ...]
     carried: Mapping[str, Any]
+    patience: Patience = field(default_factory=Patience, repr=False, compare=False)
 
     def rank_and_scale(self, name: str) -> tuple[int, float]:
         """Of the module or bare parameter of this dotted name.
@@ -113,12 +115,11 @@ class AdapterConfig:
 
     def _is_targeted(self, module: str) -> bool:
         """PEFT's match of target_modules."""
-        if isinstance(self.target_modules, Program):
-            check_name(module)
+        if isinstance(self.target_modules, regex.Pattern):
             try:
-                return self.target_modules.matches(module, is_whole=True)
+                return does_match(self.target_modules.fullmatch, module, self.patience)
             except ValueError as error:
-                raise ValueError(f"target_modules {error}") from None
+                raise CheckpointError(f"{self.path}: target_modules {error}") from None
         return any(f".{module}".endswith(f".{name}") for name in self.target_modules)
 
 
@@ -147,7 +148,7 @@ def read_adapter_config(path: Path) -> AdapterConfig:
             is_rslora=bool(config.get("use_rslora")),
             rank_pattern=_pattern(config, "rank_pattern", _rank),
             alpha_pattern=_pattern(config, "alpha_pattern", _alpha),
-            target_modules=_modules(config.get("target_modules"), targets),
+            target_modules=_modules(config.get("target_modules")),
             target_parameters=targets,
             # PEFT sorts them too, so that their order means nothing.
             carried={key: config[key] for key in CARRIED if config.get(key)}
@@ -218,8 +219,8 @@ def refuse_more(config: Mapping[str, Any]) -> None:
             f"bias={config['bias']!r}: trained biases are no factors: train with bias='none', or "
             f"{MERGED}"
         )
-    for field, (text, remedy) in _MORE.items():
-        if config.get(field):
+    for key, (text, remedy) in _MORE.items():
+        if config.get(key):
             raise ValueError(f"{text} cannot be merged as factors: {remedy}, or {MERGED}")
     if isinstance(init, str) and init.startswith(_CHANGES_BASE):
         raise ValueError(
@@ -266,14 +267,10 @@ def _names(field: str, value: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _modules(value: Any, targets: Sequence[str]) -> Program | tuple[str, ...]:
-    """targets: target_parameters; a pattern is read only if one of them asks for its modules."""
+def _modules(value: Any) -> regex.Pattern[str] | tuple[str, ...]:
     if not isinstance(value, str):
         return _names("target_modules", value)
-    if all("." in target for target in targets):
-        return ()
     try:
-        check_length(value)
-        return Program(value, Work(MOST_WORK))
+        return compiled(value, value)
     except ValueError as error:
-        raise ValueError(f"target_modules={shown(value)} {error}") from None
+        raise ValueError(f"target_modules={error}") from None

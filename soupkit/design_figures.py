@@ -153,4 +153,4 @@ def _is_off(found: float, said: float) -> bool:
 
 
 def _gb(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.2f} GB"
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.3g} MB"

@@ -92,6 +92,8 @@ class ExportReport:
         weights = self.bytes["weights"]
         share = self.model_bf16_bytes / max(1, weights)
         told = f"{self.name}: {weights:,} bytes, 1/{share:.1f} of the model in bfloat16"
+        if all(entry.kind in ("same", "tied") for entry in self.entries):
+            told += "; no weight differs from the base's"
         told += "; it replaced the variant of that name" if self.replaced else ""
         return told + (f"; {self.resumed:.0%} had been done before" if self.resumed else "")
 

@@ -136,4 +136,4 @@ def linear_numbers(shape: ModelShape) -> int:
 
 
 def _g(value: float) -> str:
-    return f"{value / 1e9:.2f}e9"
+    return f"{value / 1e9:.2f}e9" if value >= 1e7 else f"{value:.3g}"

@@ -53,6 +53,7 @@ class Fake:
     targets: list[bytes] = field(default_factory=list)
     streams: list[Events] = field(default_factory=list)
     state: str = "ready"
+    still_seconds: float = 0.0
     lose: int = 0
     cut: int | None = None
     refuse: tuple[int, dict[str, Any]] | None = None
@@ -82,6 +83,7 @@ class Fake:
         return {
             "version": "x",
             "state": self.state,
+            "still_seconds": self.still_seconds,
             "queue": {"running": 0, "max_running": 2, "waiting": 0, "max_queue": 4},
             "device": {"used_bytes": 0, "budget_bytes": 100, "slots": 2, "used_slots": 0},
             "host": {"used_bytes": 0, "budget_bytes": 0},

@@ -214,6 +214,13 @@ def test_progress_in_bytes_shows_them_and_the_speed(monkeypatch, capsys):
     assert "/s" in told
 
 
+def test_a_base_that_is_exported_as_its_own_variant_is_told(base_folder, tmp_path):
+    found = run("export", base_folder, base_folder, "--family", tmp_path / "family", "--name", "x")
+    assert found.exit_code == 0
+    told = found.output.rstrip()
+    assert told.endswith("of the model in bfloat16; no weight differs from the base's")
+
+
 def test_export_checks_all_names_before_it_writes(base_folder, tmp_path):
     family = tmp_path / "f"
     for names in (
@@ -399,6 +406,39 @@ def test_bad_input_is_one_line_and_exit_code_one(base_folder, tmp_path, argument
     filled = [one.format(base=base_folder, tmp=tmp_path) for one in arguments]
     assert complaint(*filled)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "command", "extras"),
+    [
+        ("fastapi", "serve {family}", ["serve"]),
+        ("transformers", "distill {family} {name} --finetuned x --data x", ["train", "serve"]),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named_with_its_extra(
+    family, tmp_path, module, command, extras
+):
+    """In a process of its own, that has imported nothing yet."""
+    start = f"import sys; sys.modules[{module!r}] = None; from soupkit.cli import main; main()"
+    name = next(iter(document("inspect", family)["variants"]))
+    arguments = command.format(family=family, name=name).split()
+    found = subprocess.run(
+        [sys.executable, "-c", start, *arguments], capture_output=True, text=True, cwd=tmp_path
+    )
+    remedy = " or ".join(f'pip install "soupkit[{extra}]"' for extra in extras)
+    assert (found.returncode, found.stderr) == (
+        1,
+        f"soupkit: {module} is not installed: {remedy}\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "option"), [("mean", "--rank"), ("mean", "--energy"), ("monosoup", "--rank")]
+)
+def test_what_a_method_does_not_look_at_is_refused(base_folder, tmp_path, method, option):
+    models = ("merge", base_folder, base_folder, "--method", method, "--out", tmp_path / "x")
+    assert f"{option} is for --method svd_mean" in complaint(*models, option, "1", code=2)
+    assert not (tmp_path / "x").exists()
 
 
 def test_full_disk_is_one_line(base_folder, finetuned_folder, tmp_path, monkeypatch):

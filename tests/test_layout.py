@@ -29,7 +29,7 @@ LAYER = {
     "budget": 2, "merger": 2, "opcm_merger": 2, "survey": 2, "stored": 2, "partial": 2,
     "streaming": 2,
     "adapter_config": 2, "adapter_folder": 2, "adapter_layout": 2, "adapter_write": 2,
-    "adapter_variant": 2, "name_patterns": 2, "name_program": 2,
+    "adapter_variant": 2, "name_patterns": 2,
     "training": 3, "serving": 3, "distill": 3,
     "quality": 3, "exact_match": 3, "report": 3, "report_figures": 3, "report_page": 3,
     "bench": 4, "cli": 4, "__main__": 4,

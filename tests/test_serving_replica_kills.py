@@ -78,8 +78,8 @@ def fleet(
     )
     process, lines = start_python(code)
     started = next((line for line in lines if line.startswith("soupkit serves")), "")
-    # Nobody may wait for a pipe that is full.
-    reader = threading.Thread(target=lines.read)
+    # Nobody may wait for a pipe that is full; pytest shows what it said when a test fails.
+    reader = threading.Thread(target=lambda: sys.stdout.write(lines.read()))
     reader.start()
     replicas = children(process.pid)
     try:

@@ -152,7 +152,7 @@ def test_a_refused_merge_is_undone_bit_for_bit(tmp_path):
     assert_equal_weights(before, weights_of(loop.model))
     assert all(map(torch.equal, moments, optimizer_state(loop.optimizer)))
     # What the run goes on with beats the partner's 3.0, so it is the new one.
-    assert loop.state()["partner"] == {"step": 4, "score": 2.0, "cuts": 4, "parts": []}
+    assert loop.state()["partner"] == {"step": 4, "score": 2.0, "cuts": 4, "parts": [[2.0]]}
     assert not (loop.folder / "soup" / "undo").exists()
 
 
@@ -190,7 +190,7 @@ def test_greater_is_better_turns_the_gate_around(tmp_path):
     config = SoupConfig(merge_every_n_steps=1, rank=2, greater_is_better=True, feed_back=True)
     loop = Loop(tmp_path, config, evaluate=lambda: next(scores))
     assert loop.steps(2)[1].accepted
-    assert loop.state()["partner"] == {"step": 2, "score": 0.6, "cuts": 2, "parts": []}
+    assert loop.state()["partner"] == {"step": 2, "score": 0.6, "cuts": 2, "parts": [[0.6]]}
 
 
 def test_the_partner_is_the_best_so_far(tmp_path):
@@ -205,7 +205,7 @@ def test_the_partner_is_the_best_so_far(tmp_path):
     # At 2 the accepted merge scores 1.5 and does not beat step 1; at 3 the refused one leaves 0.5.
     assert [report.partner_step for report in reports[1:]] == [1, 1, 3]
     assert [report.accepted for report in reports[1:]] == [True, False, True]
-    assert loop.state()["partner"] == {"step": 3, "score": 0.5, "cuts": 3, "parts": []}
+    assert loop.state()["partner"] == {"step": 3, "score": 0.5, "cuts": 3, "parts": [[0.5]]}
 
 
 def test_without_a_gate_metrics_choose_the_partner(tmp_path):
@@ -214,7 +214,7 @@ def test_without_a_gate_metrics_choose_the_partner(tmp_path):
         loop.steps(1, metric=metric)
     # Step 2 was the best when step 4 merged, and stays it.
     assert loop.soup.reports[0].partner_step == 2
-    assert loop.state()["partner"] == {"step": 2, "score": 0.4, "cuts": 4, "parts": []}
+    assert loop.state()["partner"] == {"step": 2, "score": 0.4, "cuts": 4, "parts": [[0.4]]}
     loop.steps(3)
     loop.train()
     before = weights_of(loop.model)

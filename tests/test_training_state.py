@@ -144,7 +144,9 @@ def test_launched_processes_without_a_group_are_refused(monkeypatch):
 @given(
     step=st.integers(0, 10**7),
     score=st.none() | st.floats(allow_nan=False, allow_infinity=False),
-    parts=st.lists(st.floats(allow_nan=False, allow_infinity=False)).map(tuple),
+    parts=st.lists(st.lists(st.floats(allow_nan=False, allow_infinity=False)).map(tuple)).map(
+        tuple
+    ),
 )
 def test_a_state_comes_back_as_it_was(step, score, parts):
     state = SoupState(

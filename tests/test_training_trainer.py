@@ -86,6 +86,39 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(base, tmp_path, conf
         assert [merge["step"] for merge in first["history"]] == [4, 6, 8]
 
 
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+@pytest.mark.parametrize("stop", [6, 8])
+@pytest.mark.parametrize(
+    "config", [EVERY_2, SoupConfig(merge_every_n_steps=3, method="ema")], ids=["merges", "average"]
+)
+def test_a_run_that_is_resumed_at_its_end_trains_no_more(base, tmp_path, config, stop, strategy):
+    """Step 6 is in the middle of an epoch, where the Trainer trains one step more; 8 is its end."""
+
+    def run():
+        export = ExportConfig(family=tmp_path / "family", name="x", encoding="raw")
+        settings = {"max_steps": stop, **SAVE, "save_strategy": strategy}
+        callbacks = [SoupCallback(config, export=export)]
+        return make_trainer(base, tmp_path / "run", callbacks, **settings)
+
+    def left():
+        return {
+            path: path.read_bytes()
+            for path in sorted((tmp_path / "run").glob("*/*"))
+            if "runs" not in str(path) and path.suffix in (".safetensors", ".pt", ".json")
+        }
+
+    whole = run()
+    whole.train()
+    before = left()
+    for _ in range(2):
+        again = run()
+        again.train(resume_from_checkpoint=True)
+        assert again.state.global_step == stop
+        assert_equal_weights(weights_of(whole.model), weights_of(again.model))
+        assert left() == before
+    assert open_variant(tmp_path / "family" / "variants" / "x").manifest.metrics["step"] == stop
+
+
 def test_resuming_an_older_checkpoint_forgets_what_came_later(base, tmp_path):
     folder = tmp_path / "run"
     first = SoupCallback(EVERY_2)

@@ -5,11 +5,13 @@ stdout.
 import functools
 import io
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from importlib import metadata
 from typing import Any, ParamSpec
 
 from rich.console import Console
@@ -61,7 +63,21 @@ def error_line(error: BaseException | str) -> None:
     text = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, ModuleNotFoundError) and (extras := _extras_with(error.name or "")):
+        commands = " or ".join(f'pip install "soupkit[{extra}]"' for extra in extras)
+        text = f"{error.name} is not installed: {commands}"
     sys.stderr.write("soupkit: " + " ".join(text.split()) + "\n")
+
+
+def _extras_with(module: str) -> list[str]:
+    """Extras of soupkit that name a module's distribution; none where soupkit is not installed."""
+    try:
+        requirements = metadata.requires("soupkit") or []
+    except metadata.PackageNotFoundError:
+        return []
+    name = re.escape(module.partition(".")[0].replace("_", "-"))
+    found = (re.match(rf'{name}\b(?!-)[^;]*;.*\bextra == "(\w+)"', line) for line in requirements)
+    return [match[1] for match in found if match and match[1] != "dev"]
 
 
 def guarded(function: Callable[P, None]) -> Callable[P, None]:

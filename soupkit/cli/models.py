@@ -117,6 +117,10 @@ def _rule(
         return OpcmRule(0.5 if alpha is None else alpha, "block" if cut is None else cut.value)
     if any(one is not None for one in opcm):
         raise typer.BadParameter("--alpha and --cut are for --method opcm")
+    if method in (Method.mean, Method.monosoup) and rank is not None:
+        raise typer.BadParameter(f"--rank is for --method svd_mean: {method.value} keeps all")
+    if method is Method.mean and energy is not None:
+        raise typer.BadParameter("--energy is for --method svd_mean and monosoup")
     if method is Method.svd_mean and rank is None and energy is None:
         rank = DEFAULT_RANK
     return MergeRule(method.value, rank, energy, parse_weights(weights), seed)

@@ -1,4 +1,4 @@
-"""How `soupkit plan --gpus` shows a plan: layouts, one GPU, times, the document's figures."""
+"""How `soupkit plan --gpus` shows a plan: layouts, one GPU, times, the article's figures."""
 
 from rich.table import Table
 
@@ -34,7 +34,7 @@ def show_node(found: NodePlan) -> None:
             f"soupkit serve FAMILY --replicas {layout.replicas} --tensor-parallel {layout.tensor}"
             f"{cache} --max-running {running}"
         )
-    table = Table("figure", "the document", "here", "why", title="The design document's figures")
+    table = Table("figure", "the article", "here", "why", title="The article's figures")
     for claim in found.claims:
         told = f"off: {claim.why}" if claim.is_off else claim.why
         table.add_row(claim.what, claim.said, claim.found, told)
@@ -79,5 +79,9 @@ def _show_times(figures: tuple[Figure, ...], speeds: Speeds) -> None:
     )
     table = Table("least time", "ms", "which is", title=f"A model: {given}")
     for figure in figures:
-        table.add_row(figure.what, f"{figure.seconds * 1e3:.2f}", figure.formula)
+        table.add_row(figure.what, _milliseconds(figure.seconds), figure.formula)
     table_console().print(table)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}" if seconds >= 1e-3 else f"{seconds * 1e3:.2g}"

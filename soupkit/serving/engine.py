@@ -229,6 +229,7 @@ class Engine(EngineSlots):
     def _logits(self, tokens: tuple[int, ...], slot: int) -> Tensor:
         ids = torch.tensor([tokens], device=self._model.device)
         with self._manager.pause(), torch.no_grad():
+            self.pulse.beat()
             self._bank.set_batch([slot] * len(tokens), [slot] * len(tokens))
             try:
                 logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
@@ -290,6 +291,7 @@ class Engine(EngineSlots):
                 record.fresh.append(token)
 
     def _on_clear(self) -> list[Any]:
+        self.pulse.beat()
         with self._lock:
             doomed = {
                 key: record for key, record in self._records.items() if record.fate is not None

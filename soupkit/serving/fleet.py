@@ -1,9 +1,10 @@
 """The replicas of a family on one machine: their processes, what each told last, what it was given.
 
 Each is a server of its own (replica_process.py) that listens on 127.0.0.1. It is asked for its
-status a few times a second; one that ends, whose engine stops or that does not answer is replaced
-after a back-off. What the front itself gave a replica counts from that moment, so that a load is
-known before the replica tells of it. Which replica answers is replicas.py's choice.
+status a few times a second; one that ends, whose engine stops or hangs (pulse.py) or that does not
+answer is replaced after a back-off. What the front itself gave a replica counts from that moment,
+so that a load is known before the replica tells of it. Which replica answers is replicas.py's
+choice.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from soupkit.errors import ServingError
 
 from .listening import DRAIN_SECONDS, LAST_SECONDS
 from .member import Member, ReplicaProcess, Running
+from .pulse import Stillness
 from .replica_process import ReplicaSettings
 from .replicas import choose
 from .states import Phase, QueueFull
@@ -27,8 +29,12 @@ from .states import Phase, QueueFull
 logger = logging.getLogger(__name__)
 
 ASK_SECONDS = 0.25
-# A replica that has not answered for so long hangs.
+# A replica that has not answered for so long hangs: answering is the work of a thread that does
+# little else, so this is the time that a page fault or another thread may hold it up.
 HANG_SECONDS = 30.0
+# As does one whose engine was still for so long; from a third of that on it gets no more requests.
+# One that starts has twice as long, as it may wait for what another one builds.
+STILL_SECONDS = 60.0
 FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 1.0, 30.0
 # One that has run for so long starts without a back-off of its past.
 STEADY_SECONDS = 60.0
@@ -63,7 +69,11 @@ class Fleet:
         self._keys, self.admin_keys = keys or [], admin_keys or []
         cores = len(os.sched_getaffinity(0))
         threads = max(1, cores // (count * settings.tensor_parallel))
-        self._spawn = spawn or (lambda line: ReplicaProcess.start(line, threads=threads))
+        self._spawn = spawn or (
+            lambda line: ReplicaProcess.start(
+                line, threads=threads, still_seconds=2 * STILL_SECONDS
+            )
+        )
         self._max_wait_seconds = max_wait_seconds
         self.most_waiting = count * (settings.max_queue or MAX_WAITING)
         self._waiting = 0
@@ -225,13 +235,15 @@ class Fleet:
     async def _watch(self, member: Member, process: Running) -> None:
         """Asks a replica for its status until its process is over."""
         ending = asyncio.ensure_future(process.wait())
+        # The front may have been stopped itself: of an answer that did not come counts its timeout.
+        unheard = Stillness(step=1e-6, longest_gap=HANG_SECONDS / 3)
         try:
             while not ending.done():
                 has_told = await self._ask(member)
-                is_broken = has_told and member.told["state"] == "cannot generate"
-                if is_broken or time.monotonic() - member.heard > HANG_SECONDS:
-                    why = "cannot generate" if is_broken else "does not answer"
+                why = _fault(member, has_told, unheard.look(member.heard))
+                if why is not None:
                     logger.warning("replica %d %s and is killed", member.index, why)
+                    self.note_fault(member)
                     process.send_signal(signal.SIGKILL)
                     await ending
                     return
@@ -250,6 +262,7 @@ class Fleet:
         try:
             answer = await self.client.get(f"{member.url}/status", timeout=HANG_SECONDS / 3)
             member.hear(answer.json(), time.monotonic())
+            member.is_up = member.is_up and member.told["still_seconds"] <= STILL_SECONDS / 3
         except (httpx.HTTPError, ValueError, TypeError, KeyError):  # an error's body has no state
             member.is_up = has_told = False
         if member.is_up != was_up:
@@ -259,6 +272,15 @@ class Fleet:
     def _tell_change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _fault(member: Member, has_told: bool, unheard: float) -> str | None:
+    """Why a replica has to be replaced, if it has to."""
+    if has_told and member.told["state"] == "cannot generate":
+        return "cannot generate"
+    if has_told and member.told["still_seconds"] > STILL_SECONDS:
+        return f"has done nothing for {STILL_SECONDS:g} seconds"
+    return f"has not answered for {HANG_SECONDS:g} seconds" if unheard > HANG_SECONDS else None
 
 
 async def _ended(process: Running) -> None:

@@ -12,10 +12,25 @@ import threading
 _PR_SET_PDEATHSIG = 1
 
 
+def start_of(module: str) -> str:
+    """The code of a process that runs `main` of a module of soupkit.serving, tied from its start:
+    what it imports takes a while, in which it may be stopped.
+    """
+    return (
+        "from soupkit.serving import lifeline; lifeline.tie(); "
+        f"from soupkit.serving.{module} import main; main()"
+    )
+
+
+def tie() -> None:
+    """On Linux, from now on the end of whoever started this process is its own."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def hold() -> None:
     """From now on the end of stdin is the end of this process, whatever it is doing."""
-    with contextlib.suppress(AttributeError, OSError):  # not Linux
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    tie()
     threading.Thread(target=_follow, daemon=True).start()
 
 

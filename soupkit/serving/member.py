@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,8 +12,15 @@ from typing import Any, Protocol
 
 from soupkit.errors import ServingError
 
+from . import lifeline
+from .pulse import EFFORT_SECONDS, Stillness, effort_of
 from .replicas import Replica
 from .states import Phase
+
+# How often one that starts is looked at.
+LOOK_SECONDS = 0.5
+# A load that takes so long is no reason to wait for it here: another replica may load it.
+LATE_LOAD_SECONDS = 60.0
 
 
 class Running(Protocol):
@@ -34,24 +42,23 @@ class ReplicaProcess:
         self._process, self.url = process, f"http://127.0.0.1:{port}"
 
     @classmethod
-    async def start(cls, line: str, *, threads: int) -> "ReplicaProcess":
-        """Starts one and waits until it can answer. Raises ServingError with its reason."""
+    async def start(cls, line: str, *, threads: int, still_seconds: float) -> "ReplicaProcess":
+        """Starts one and waits until it can answer, however long that takes.
+
+        Raises:
+            ServingError: its reason, or it did nothing for so many seconds (pulse.py).
+        """
         environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
         # The same modules as here, and none from the folder that this was started in.
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         environment["PYTHONSAFEPATH"] = "1"
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", "from soupkit.serving.replica_process import main; main()",
+            sys.executable, "-c", lifeline.start_of("replica_process"),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             start_new_session=True, env=environment,
         )  # fmt: skip
         try:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            with contextlib.suppress(ConnectionError):
-                process.stdin.write(line.encode())
-                await process.stdin.drain()
-            answer = await process.stdout.readline()
+            answer = await _answer(process, line, still_seconds=still_seconds)
             told = json.loads(answer) if answer else {}
             if "port" not in told:
                 code = await process.wait()
@@ -59,7 +66,7 @@ class ReplicaProcess:
             return cls(process, told["port"])
         except BaseException:
             if process.returncode is None:
-                process.kill()
+                _kill(process)
                 await process.wait()
             raise
 
@@ -67,8 +74,43 @@ class ReplicaProcess:
         return await self._process.wait()
 
     def send_signal(self, number: int) -> None:
-        if self._process.returncode is None:
+        if self._process.returncode is not None:
+            return
+        if number == signal.SIGKILL:
+            _kill(self._process)
+        else:
             self._process.send_signal(number)
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """With all that it has started: a rank may be stopped, and not tied to it yet."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+async def _answer(process: asyncio.subprocess.Process, line: str, *, still_seconds: float) -> bytes:
+    """What a process that starts answers to a line; nothing if it ends first."""
+
+    async def exchange() -> bytes:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(ConnectionError):
+            process.stdin.write(line.encode())
+            await process.stdin.drain()
+        return await process.stdout.readline()
+
+    asked, still = asyncio.ensure_future(exchange()), Stillness(step=EFFORT_SECONDS)
+    try:
+        while not (await asyncio.wait({asked}, timeout=LOOK_SECONDS))[0]:
+            effort = await asyncio.to_thread(effort_of, process.pid)
+            if still.look(effort) > still_seconds:
+                raise ServingError(
+                    f"a replica did nothing for {still_seconds:g} seconds at its start; is it "
+                    "stopped, or a disk gone?"
+                )
+        return asked.result()
+    finally:
+        asked.cancel()
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +120,7 @@ class Member:
     Args:
         told: the status that it told last. open_for: sequences that it was given, by model.
         hidden: names that it hides though they are served. pins: names that stay there.
+        loading_since: when the loads that are under way were first told of.
     """
 
     index: int
@@ -87,6 +130,7 @@ class Member:
     is_up: bool = False
     told: dict[str, Any] = field(default_factory=dict)
     phases: dict[str, Phase] = field(default_factory=dict)
+    loading_since: dict[str, float] = field(default_factory=dict)
     open_for: Counter[str] = field(default_factory=Counter)
     hidden: set[str] = field(default_factory=set)
     restarts: int = 0
@@ -107,6 +151,11 @@ class Member:
             phases=self.phases,
             pinned=self.pinned,
             open_for={name: n for name, n in self.open_for.items() if n and name not in base},
+            late={
+                name
+                for name, since in self.loading_since.items()
+                if self.heard - since > LATE_LOAD_SECONDS
+            },
         )
 
     @property
@@ -119,3 +168,8 @@ class Member:
         state, models = told["state"], [model for model in told["models"] if model["variant"]]
         self.told, self.heard, self.is_up = told, now, state == "ready"
         self.phases = {model["name"]: Phase(model["variant"]["phase"]) for model in models}
+        self.loading_since = {
+            name: self.loading_since.get(name, now)
+            for name, phase in self.phases.items()
+            if phase in (Phase.LOADING, Phase.INSTALLING)
+        }

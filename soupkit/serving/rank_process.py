@@ -50,9 +50,8 @@ def start_ranks(settings: dict[str, Any], place: Place) -> None:
         told = {"settings": settings, "port": store.port, "rank": rank, "ranks": place.ranks}
         line = json.dumps(told | {"gpu": place.gpu + rank}) + "\n"
         child = subprocess.Popen(
-            [sys.executable, "-c", "from soupkit.serving.rank_process import main; main()"],
+            [sys.executable, "-c", lifeline.start_of("rank_process")],
             stdin=subprocess.PIPE,
-            start_new_session=True,
         )
         assert child.stdin is not None
         child.stdin.write(line.encode())

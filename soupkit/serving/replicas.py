@@ -8,7 +8,7 @@
 Room is a free slot, or one whose variant another replica holds too and nobody uses here: a copy
 puts no other variant out of the fleet, unless twice a batch is open for the replica that it is to
 relieve. While a variant is being loaded anywhere no other load of it begins, so that followers go
-where it loads. A replica that failed to load a variant is asked last.
+where it loads. A replica that failed to load a variant, or is late with it, is asked last.
 
 A function of what is known, without clock or I/O: several routers that know the same choose the
 same. Where cold variants go on equal terms is a hash of the two (rendezvous hashing), so that one
@@ -34,7 +34,8 @@ class Replica:
     Args:
         is_up: whether it can generate. open: sequences it has, running and waiting.
         slots: variants that its device has room for. phases: of variants; others are on disk.
-        pinned: variants that stay. open_for: sequences by variant.
+        pinned: variants that stay. open_for: sequences by variant. late: variants whose load takes
+            longer than anyone should wait for.
     """
 
     is_up: bool
@@ -45,6 +46,7 @@ class Replica:
     phases: Mapping[str, Phase] = field(default_factory=dict)
     pinned: Collection[str] = ()
     open_for: Mapping[str, int] = field(default_factory=dict)
+    late: Collection[str] = ()
 
     @property
     def is_busy(self) -> bool:
@@ -62,12 +64,16 @@ class Replica:
         return self.open / self.max_running
 
     def holds(self, variant: str) -> bool:
-        """Whether it is resident or on its way."""
-        return variant in self.held
+        """Whether it is resident or on its way, and not late."""
+        return variant in self.held and variant not in self.late
 
     def loads(self, variant: str) -> bool:
-        """Whether it is on its way."""
-        return variant in self.loading
+        """Whether it is on its way, and not late."""
+        return variant in self.loading and variant not in self.late
+
+    def has_failed(self, variant: str) -> bool:
+        """Whether it could not load it, or has not for too long."""
+        return self.phases.get(variant) is Phase.FAILED or variant in self.late
 
     @cached_property
     def held(self) -> frozenset[str]:
@@ -123,7 +129,7 @@ def choose(
         for i in able
         if i not in holders
         and not replicas[i].is_busy
-        and replicas[i].phases.get(variant) is not Phase.FAILED
+        and not replicas[i].has_failed(variant)
         and (_has_room(replicas, i) or (may_put_out and replicas[i].idle))
     ]
     return min(others, key=lambda i: _cost_of_load(replicas, i, variant), default=best)
@@ -141,7 +147,7 @@ def _cost_of_load(
     one = replicas[index]
     phase = one.phases.get(variant, Phase.DISK)
     return (
-        phase in (Phase.FAILED, Phase.DRAINING),
+        one.has_failed(variant) or phase is Phase.DRAINING,
         one.is_busy,
         phase is not Phase.HOST,
         not _has_room(replicas, index),

@@ -9,6 +9,7 @@ from soupkit.errors import ServingError
 
 from .layers import VariantBank, ties
 from .patches import BASE_SLOT
+from .pulse import Pulse
 from .ranks import Ranks
 from .shape import SlotShape, outline
 
@@ -39,10 +40,11 @@ class EngineSlots:
 
     Attributes:
         salts: by slot, the content digest of what it holds, or held last.
+        pulse: whether the thread that has the model goes on.
     """
 
     def __init__(self, bank: VariantBank, ranks: Ranks) -> None:
-        self.salts = {BASE_SLOT: b""}
+        self.salts, self.pulse = {BASE_SLOT: b""}, Pulse()
         self._bank, self._ranks = bank, ranks
         ranks.works |= {"load": self._load, "free": bank.free, "reserve": self._reserve}
         ranks.undo["load"] = self._unload

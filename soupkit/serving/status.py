@@ -17,6 +17,7 @@ def overview(service: Service) -> dict[str, Any]:
     return {
         "version": __version__,
         "state": state,
+        "still_seconds": service.engine.pulse.still_seconds(),
         "queue": {
             "running": router.num_running,
             "max_running": router.limits.max_running,

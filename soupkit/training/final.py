@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from soupkit.delta import TensorSource
+from soupkit.training.journal import Journal
+from soupkit.training.scoring import Score, Scorer
+from soupkit.training.state import Partner
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,3 +22,14 @@ class Final:
 
     instead: TensorSource | None = None
     name: str = "live weights"
+
+
+def score_of(partner: Partner, current: Score, *, scorer: Scorer, journal: Journal) -> Score | None:
+    """The partner's score on the held-out data that `current`, of the live weights, is of."""
+    if partner.score is not None and current.pairs_with(partner.parts):
+        return Score(partner.score, partner.parts)
+    # It was scored before a resume: on other batches, by an older soupkit, or not at all.
+    aside = journal.set_aside()
+    score = scorer.score_of(journal.captured(partner.step), aside=aside)
+    journal.clean()
+    return score

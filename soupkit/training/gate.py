@@ -20,6 +20,7 @@ from torch import Tensor
 from soupkit.errors import TrainingError
 from soupkit.training.guards import evaluation_mode, preserved_rng
 from soupkit.training.ranks import Ranks
+from soupkit.training.scoring import Batches
 
 # Where trainers of TRL gather what they log of evaluation; scoring must not add to it.
 _METRIC_STORES = ("_metrics", "_stored_metrics")
@@ -93,16 +94,13 @@ class EvaluationLoss:
                     # A set without labels is found now, not at the first merge point.
                     ranks.on_each(partial(self._loss, found[0]))
 
-    def __call__(self) -> list[float]:
-        """The live weights' score on each of this rank's batches, weighted by its examples, so that
-        the mean over batches and ranks is the mean over examples. Collective; model in eval mode.
+    def __call__(self) -> Batches:
+        """The live weights' loss on each of this rank's batches, and its examples. Collective;
+        model in eval mode.
         """
-        weights = [num_examples(batch) for batch in self._batches]
         # One batch at a time: a rank that fails must not leave the others in the next collective.
         losses = [self._ranks.on_each(partial(self._loss, batch)) for batch in self._batches]
-        everywhere = [weight for rank in self._ranks.gather(weights) for weight in rank]
-        mean = sum(everywhere) / len(everywhere)
-        return [loss * weight / mean for loss, weight in zip(losses, weights, strict=True)]
+        return Batches(tuple(losses), tuple(map(num_examples, self._batches)))
 
     def _loss(self, batch: Any) -> float:
         """The Trainer's loss on one batch; what it notes of evaluations stays as it was."""

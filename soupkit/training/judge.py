@@ -50,9 +50,11 @@ class Judge:
 
     def ends_with(self, live: Score, beside: Score) -> tuple[bool, str]:
         """Whether a run ends with what lies beside it; a remark on that for people, or ""."""
+        if not self.accepts(live.value, beside.value) or live.value == beside.value:
+            return False, ""
         difference, error = live.less(beside)
-        if error is None or not self.accepts(live.value, beside.value):
-            return self.accepts(live.value, beside.value), ""
+        if error is None:
+            return True, ""
         margin = _STANDARD_ERRORS * error
         if abs(difference) >= margin:
             return True, ""

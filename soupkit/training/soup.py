@@ -28,7 +28,7 @@ from soupkit.errors import MergeError, TrainingError
 from soupkit.merge import MatrixReport, MergeRule
 from soupkit.numeric import full_precision
 from soupkit.training.base import check_untouched, file_stamp
-from soupkit.training.final import Final
+from soupkit.training.final import Final, score_of
 from soupkit.training.guards import held_interrupts, preserved_rng
 from soupkit.training.journal import Journal
 from soupkit.training.judge import Judge
@@ -168,12 +168,15 @@ class SoupRun:
         partner = self.state.partner
         if self.config.feed_back or partner is None:
             return Final()
-        soup = f"side soup of step {partner.step}"
+        merges = [entry["step"] for entry in self.state.history if entry["accepted"]]
+        soup = f"{'side soup' if partner.step in merges else 'weights'} of step {partner.step}"
         # Training went on after the last merge point, or the best checkpoint was loaded.
         with preserved_rng(self.store.devices):
-            current = None if partner.score is None else self._scorer.score()
-        if current is not None and partner.score is not None:
-            beside = Score(partner.score, partner.parts)
+            current = self._scorer.score()
+            beside = current and score_of(
+                partner, current, scorer=self._scorer, journal=self.journal
+            )
+        if current is not None and beside is not None:
             is_better, remark = self._judge.ends_with(current, beside)
             self._teller.say(
                 f"{self._teller.metric_name} of the live weights {current.value:.6g}, of the "
@@ -181,7 +184,7 @@ class SoupRun:
             )
         else:
             # A capture that was never merged is just an old step.
-            is_better = any(entry["accepted"] for entry in self.state.history)
+            is_better = bool(merges)
         self._teller.say(f"the run ends with the {soup if is_better else 'live weights'}")
         return Final(self.journal.captured(partner.step), soup) if is_better else Final()
 

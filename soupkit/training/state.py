@@ -64,18 +64,19 @@ class Partner:
     Args:
         step: that they are of. score: None: captured without one.
         cuts: step of the merge that stored the truncations of their deltas; None: not known yet.
-        parts: the score of each part of the held-out data; () where they are not known.
+        parts: by rank, the score of each part of the held-out data; () where they are not known.
     """
 
     step: int
     score: float | None
     cuts: int | None = None
-    parts: tuple[float, ...] = ()
+    parts: tuple[tuple[float, ...], ...] = ()
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Partner:
-        """Read back; states of older versions have no parts."""
-        return cls(**{**value, "parts": tuple(value.get("parts", ()))})
+        """Read back; states of older versions have no parts, or all in one list."""
+        parts = [rank for rank in value.get("parts", ()) if isinstance(rank, list)]
+        return cls(**{**value, "parts": tuple(map(tuple, parts))})
 
 
 @dataclass(frozen=True, slots=True)

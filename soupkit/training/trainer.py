@@ -30,6 +30,7 @@ from soupkit.training.gate import EvaluationLoss
 from soupkit.training.report import MergeReport
 from soupkit.training.soup import SoupRun
 from soupkit.training.start import Preparation
+from soupkit.training.undo import SetAside
 
 _EVALUATIONS_BEFORE_ADVICE = 5
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -92,6 +93,7 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
         self._run: SoupRun | EmaRun | None = None
         self._companions: Callable[[Path], None] = _no_companions
         self._is_preempted = False
+        self._ended: SetAside | None = None
         self._evaluations = 0
         self._has_seen_metric = False
 
@@ -140,6 +142,9 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
             # The checkpoint was written at a merge point before the merge (just-in-time checkpoints
             # do so).
             self._merge_at(step)
+        # Resumed where nothing is left to train, in the middle of an epoch, the Trainer trains one
+        # step more, which the run that was not interrupted has not seen.
+        self._ended = None if has_steps_left else run.journal.set_aside()
 
     def _export_check(self, trainer: Trainer) -> Callable[[Checkpoint | None], None]:
         export = self.export
@@ -172,6 +177,12 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Merge, if this optimizer step is a merge point. Collective."""
+        if self._ended is not None and self._run is not None:
+            ended, store = self._ended, self._run.store
+            self._run.ranks.on_each(lambda: ended.restore(store))
+            state.global_step -= 1
+            control.should_save = control.should_evaluate = control.should_log = False
+            return
         if is_preempted(args, state, control):
             # A merge now would not be in the checkpoint.
             self._is_preempted = True
@@ -184,6 +195,9 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make ready for a checkpoint, if one follows. Collective."""
+        if self._ended is not None:
+            # It has its checkpoint, and the optimizer is one step further.
+            control.should_save = control.should_evaluate = False
         if control.should_save:
             self._before_checkpoint(state)
 
@@ -238,6 +252,9 @@ class SoupCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
         if run is None:
             return
         try:
+            if self._ended is not None:
+                self._ended = None
+                run.journal.clean()
             if not self._is_preempted:
                 finish_run(
                     run,
