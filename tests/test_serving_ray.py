@@ -21,8 +21,8 @@ PYTHON = Path(os.environ.get("SOUPKIT_RAY", ROOT / ".ray")) / "bin" / "python"
 REFUSED = (
     "family= is missing; give family=, base=", "keys= is unknown; give",
     "replicas=two: needs a whole number", "num_gpus=-1.0: must be",
-    "replicas=0: must be", "max_wait_seconds=long: needs a number", "nowhere: cannot read",
-    "--pin none: there is no such variant, only", "api_key_file='nowhere' cannot be read",
+    "replicas=0: must be", "max_wait_seconds=long: needs a number", "nowhere is no family",
+    "pin=none: there is no such variant, only", "api_key_file='nowhere' cannot be read",
 )  # fmt: skip
 
 

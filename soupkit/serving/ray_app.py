@@ -28,6 +28,7 @@ from starlette.types import Receive, Scope, Send
 from soupkit.bundle import open_family
 from soupkit.errors import ServingError
 
+from .fleet import STILL_SECONDS
 from .front_app import create_front
 from .listening import read_keys
 from .ray_fleet import NamedRouter, RayFleet
@@ -114,9 +115,11 @@ class FamilyReplica:
         return True
 
     async def check_health(self) -> None:
-        """Ray replaces a replica whose engine has stopped."""
+        """Ray replaces a replica whose engine has stopped or hangs."""
         if not self._service.ready:
             raise ServingError("the engine has stopped")
+        if self._service.engine.pulse.still_seconds() > STILL_SECONDS:
+            raise ServingError(f"the engine has done nothing for {STILL_SECONDS:g} seconds")
 
 
 class _Door:
@@ -164,6 +167,24 @@ class Ingress:
         self.front = create_front(fleet, keys=keys, admin_keys=admin_keys)
 
 
+def _check(settings: ReplicaSettings, *, replicas: int, num_gpus: float) -> None:
+    """Raises ValueError or SoupkitError: what Ray would tell late, and in many lines."""
+    if replicas < 1:
+        raise ValueError(f"replicas={replicas}: must be at least 1")
+    if not 0 <= num_gpus < math.inf:
+        raise ValueError(f"num_gpus={num_gpus}: must be at least 0")
+    if settings.tensor_parallel != 1:
+        raise ValueError(
+            f"tensor_parallel={settings.tensor_parallel}: a replica behind Ray is one process; "
+            "start `soupkit serve --tensor-parallel` instead"
+        )
+    variants = open_family(settings.family).variants
+    unknown = [name for name in settings.pin if name not in variants and settings.pool is None]
+    if unknown:
+        known = ", ".join(variants) or "none"
+        raise ServingError(f"pin={unknown[0]}: there is no such variant, only {known}")
+
+
 def family_app(
     settings: ReplicaSettings,
     *,
@@ -183,21 +204,8 @@ def family_app(
         ValueError: an argument. SoupkitError: the family cannot be read here. What only a replica
             finds out is told by `serve status`.
     """
-    if replicas < 1:
-        raise ValueError(f"replicas={replicas}: must be at least 1")
-    if not 0 <= num_gpus < math.inf:
-        raise ValueError(f"num_gpus={num_gpus}: must be at least 0")
-    if settings.tensor_parallel != 1:
-        raise ValueError(
-            f"tensor_parallel={settings.tensor_parallel}: a replica behind Ray is one process; "
-            "start `soupkit serve --tensor-parallel` instead"
-        )
     read_keys(api_key_file, admin_key_file)
-    variants = open_family(settings.family).variants
-    unknown = [name for name in settings.pin if name not in variants and settings.pool is None]
-    if unknown:
-        known = ", ".join(variants) or "none"
-        raise ServingError(f"--pin {unknown[0]}: there is no such variant, only {known}")
+    _check(settings, replicas=replicas, num_gpus=num_gpus)
     # On CPUs all replicas may be on one machine.
     sharers = replicas if not num_gpus else max(1, math.floor(1 / num_gpus))
     deployed = serve.deployment(FamilyReplica).options(
@@ -213,8 +221,8 @@ def family_app(
     return (
         serve.deployment(Ingress)
         .options(
-            num_replicas=1,
-            max_ongoing_requests=replicas * MAX_ONGOING,  # it remembers what is unloaded
+            num_replicas=1,  # it remembers what is unloaded
+            max_ongoing_requests=replicas * MAX_ONGOING,
         )
         .bind(own, bound, count=replicas, api_key_file=api_key_file, admin_key_file=admin_key_file)
     )
