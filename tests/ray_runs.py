@@ -108,10 +108,15 @@ def held(url: str) -> dict[str, list[str]]:
     return found
 
 
-def is_whole(url: str) -> bool:
-    """Whether there are two replicas, and the front knows them."""
-    states = [one["state"] for one in get(f"{url}/status")["replicas"]]
-    return len(actors("FamilyReplica")) == 2 and states == ["ready", "ready"]
+def restarts(url: str) -> list[int]:
+    return [one["restarts"] for one in get(f"{url}/status")["replicas"]]
+
+
+def is_whole(url: str, before: list[int], *, replaced: int) -> bool:
+    """Whether the front has two replicas, and so many in the place of those of before."""
+    told = get(f"{url}/status")["replicas"]
+    others = [one["restarts"] > then for one, then in zip(told, before, strict=True)]
+    return all(one["state"] == "ready" for one in told) and sum(others) >= replaced
 
 
 def play(url: str, names: list[str]) -> dict[str, Any]:
@@ -135,7 +140,10 @@ def play(url: str, names: list[str]) -> dict[str, Any]:
         found["long"] = stream.result()
         for one in sent:
             one.result()
-    until(lambda: is_whole(url), "a replica in the place of the one that was killed")
+    until(
+        lambda: is_whole(url, [0, 0], replaced=1),
+        "a replica in the place of the one that was killed",
+    )
     found["models"] = [m["id"] for m in get(f"{url}/v1/models")["data"]]
     found["metrics"] = metrics_of(url)
     return found | {"answers": client.answers}
@@ -155,11 +163,10 @@ def administrate(url: str, gone: str, stays: str) -> dict[str, Any]:
 
     found = {"unloaded": tell("unload", gone), "again": tell("unload", gone)}
     found |= {"pin": tell("load", stays, pinned=True), "hidden": statuses(1)}
-    old = actors("FamilyReplica")
-    for actor in old.values():
+    before = restarts(url)
+    for actor in actors("FamilyReplica").values():
         kill(actor)
-    until(lambda: not old.keys() & actors("FamilyReplica").keys(), "other replicas")
-    until(lambda: is_whole(url), "two replicas")
+    until(lambda: is_whole(url, before, replaced=2), "two other replicas")
     found["hidden"] += statuses(4)
     found["listed"] = [m["id"] for m in get(f"{url}/v1/models")["data"]]
     models = {one["name"]: one["variant"] for one in get(f"{url}/status")["models"]}

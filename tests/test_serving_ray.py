@@ -78,7 +78,7 @@ def check_metrics(metrics: dict[str, float], names: list[str]) -> None:
         assert metrics[f"soupkit_replica_up,{replica}"] == 1
         for name in names:
             assert f"soupkit_variant_resident_bytes,{name},{replica}" in metrics
-    assert sorted(metrics[f"soupkit_replica_restarts_total,{i}"] for i in "01") == [0, 1]
+    assert sum(metrics[f"soupkit_replica_restarts_total,{i}"] for i in "01") >= 1
     assert metrics["soupkit_front_lost_streams_total"] >= 1
     assert metrics["soupkit_front_retries_total"] >= 1
 

@@ -7,6 +7,7 @@ is asked is the fleet's choice, and Ray's router sends the call there.
 
 import asyncio
 import contextlib
+import importlib
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -35,10 +36,9 @@ _routers: list["NamedRouter"] = []
 
 
 def _known_routers() -> list["NamedRouter"]:
-    # Ray makes copies of classes, with globals of their own; what is imported there is only once.
-    from soupkit.serving.ray_fleet import _routers
-
-    return _routers
+    # Ray makes copies of classes, with globals of their own; a module by its name is there once.
+    found: list[NamedRouter] = importlib.import_module(__name__)._routers
+    return found
 
 
 class NamedRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
