@@ -54,7 +54,11 @@ ONLY_IN = {
     "fastapi": {"soupkit/serving/app.py"},
     "ray": {"soupkit/serving/ray_app.py", "soupkit/serving/ray_fleet.py"},
     "uvicorn": {"soupkit/serving/listening.py"},
-    "prometheus_client": {"soupkit/serving/metrics.py", "soupkit/serving/fleet_metrics.py"},
+    "prometheus_client": {
+        "soupkit/serving/metrics.py",
+        "soupkit/serving/fleet_metrics.py",
+        "soupkit/serving/vllm/metrics.py",
+    },
     "vllm": {
         "soupkit/serving/vllm_plugin.py",
         *(f"soupkit/serving/vllm/{room}.py" for room in ("hooks", "model", "models", "worker")),

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from soupkit.errors import ServingError
 from soupkit.serving import fleet as fleet_module
 from soupkit.serving import front_app
 from soupkit.serving.fleet import Fleet
+from soupkit.serving.front import whole_events
 from soupkit.serving.front_app import FrontServer
 
 
@@ -271,3 +272,40 @@ def test_bodies_that_wait_for_a_replica_are_bounded() -> None:
         assert {(await one).status_code for one in waiting} == {429, 503}
 
     play(scene, 1, max_queue=4)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 17, 1000])
+def test_events_that_came_together_are_sent_together(size: int) -> None:
+    """One by one each was a write of its own, and asyncio told of each whose client was gone."""
+    told = b"".join(b'data: {"n": %d}\n\n' % n for n in range(8))
+
+    async def run() -> list[bytes]:
+        async def parts() -> AsyncIterator[bytes]:
+            for at in range(0, len(told), size):
+                yield told[at : at + size]
+
+        return [part async for part in whole_events(parts())]
+
+    found = asyncio.run(run())
+    assert b"".join(found) == told
+    assert all(part.endswith(b"\n\n") for part in found)
+    assert len(found) <= -(-len(told) // size)
+
+
+def test_one_replica_that_hangs_spoils_no_scrape() -> None:
+    async def scene(it: Stage) -> None:
+        answer, seconds = it.fakes[0].answer, []
+
+        async def hangs(request: httpx.Request) -> httpx.Response:
+            if request.url.path != "/metrics":
+                return await answer(request)
+            seconds.append(request.extensions["timeout"]["read"])
+            raise httpx.ReadTimeout("it hangs")
+
+        it.fakes[0].answer = hangs  # type: ignore[method-assign]
+        found = await it.client.get("/metrics")
+        assert 'soupkit_loads_total{replica="1"} 2.0' in found.text
+        assert 'replica="0"} 2.0' not in found.text
+        assert seconds[0] < 10, "Prometheus would not wait so long"
+
+    play(scene)

@@ -1,6 +1,9 @@
 """Every route and method behind a front beside those of a single process."""
 
 import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,42 @@ class Replica:
         """It goes on: the test ends it."""
 
 
+async def serve(server: Server) -> tuple["asyncio.Task[None]", str]:
+    """Its task and its address; its handlers of signals would be this process's."""
+    serving = asyncio.create_task(server._serve())
+    while not server.started:
+        await asyncio.sleep(0)
+    host, port = server.address
+    return serving, f"http://{host}:{port}"
+
+
+@asynccontextmanager
+async def fronting(urls: Sequence[str], keys: list[str]) -> AsyncIterator[str]:
+    """The address of a front before servers of this process."""
+
+    async def spawn(line: str) -> Replica:
+        return Replica(urls[json.loads(line)["index"]])
+
+    async with make_client() as client:
+        fleet = Fleet(
+            ReplicaSettings("family"), count=len(urls), client=client, keys=keys,
+            admin_keys=[ADMIN], spawn=spawn, max_wait_seconds=30,
+        )  # fmt: skip
+        await fleet.start()
+        app = create_front(fleet, keys=keys, admin_keys=[ADMIN])
+        front = Server(app, fleet, host="127.0.0.1", port=0)
+        front.config.lifespan = "off"
+        serving, url = await serve(front)
+        try:
+            yield url
+        finally:
+            front.should_exit = True
+            await serving
+            for keeper in fleet._keepers:
+                keeper.cancel()
+            await asyncio.gather(*fleet._keepers, return_exceptions=True)
+
+
 async def told(client: httpx.AsyncClient, url: str, method: str, path: str, key: str) -> Any:
     """All that a client may notice of an answer."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -55,32 +94,10 @@ def test_routes_and_methods_are_those_of_a_single_process(tmp_path: Path) -> Non
     service = build_service(tmp_path / "family", device="cpu")
     app = create_app(service, keys=keys, admin_keys=[ADMIN])
 
-    async def serve(server: Server) -> tuple["asyncio.Task[None]", str]:
-        # `serve` but for its handlers of signals, which would be this process's.
-        serving = asyncio.create_task(server._serve())
-        while not server.started:
-            await asyncio.sleep(0)
-        host, port = server.address
-        return serving, f"http://{host}:{port}"
-
     async def scene() -> None:
         single = Server(app, service, host="127.0.0.1", port=0)
         serving, alone = await serve(single)
-
-        async def spawn(_: str) -> Replica:
-            return Replica(alone)
-
-        async with make_client() as inner, make_client() as client:
-            fleet = Fleet(
-                ReplicaSettings("family"), count=1, client=inner, keys=keys, admin_keys=[ADMIN],
-                spawn=spawn, max_wait_seconds=30,
-            )  # fmt: skip
-            await fleet.start()
-            front = Server(
-                create_front(fleet, keys=keys, admin_keys=[ADMIN]), fleet, host="127.0.0.1", port=0
-            )
-            front.config.lifespan = "off"
-            fronting, behind = await serve(front)
+        async with fronting([alone], keys) as behind, make_client() as client:
             for key in ("", SECRET, ADMIN):
                 for path in PATHS:
                     for method in METHODS:
@@ -91,10 +108,6 @@ def test_routes_and_methods_are_those_of_a_single_process(tmp_path: Path) -> Non
                             get = expected
                         elif method == "HEAD":
                             assert expected == (*get[:3], b""), path
-            front.should_exit = True
-            await fronting
-            for keeper in fleet._keepers:
-                keeper.cancel()
         single.should_exit = True
         await serving
 

@@ -90,13 +90,13 @@ def test_no_variant_reads_what_another_computed(
 ) -> None:
     assert wrong_of(engine, oracles, at_once=at_once) == 0
     # All but the first of each model found the three blocks.
-    assert engine._prefixes.reused_tokens == 4 * len(oracles) * 3 * PAGE_TOKENS
+    assert engine.prefixes.reused_tokens == 4 * len(oracles) * 3 * PAGE_TOKENS
 
 
 def test_without_the_salt_it_would(
     engine: Engine, oracles: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine._prefixes, "_salt_of", lambda _: b"")
+    monkeypatch.setattr(engine.prefixes, "_salt_of", lambda _: b"")
     assert wrong_of(engine, oracles, at_once=False) >= 5
 
 
@@ -107,11 +107,11 @@ def test_a_variant_that_takes_the_place_of_another_starts_anew(
     """Same slot, other content; and the first one again finds its own."""
     prompt = random_tokens(50, 7)
     for name in ("linear", "matrix", "linear"):
-        before = engine._prefixes.reused_tokens
+        before = engine.prefixes.reused_tokens
         engine.free(0)
         engine.load(0, load_variant(root, name))
         assert ids_of(ask(engine, prompt, 0)) == greedy(oracles[name], prompt, COUNT, stop=None)
-        reused = engine._prefixes.reused_tokens - before
+        reused = engine.prefixes.reused_tokens - before
     assert reused == 3 * PAGE_TOKENS
 
 
@@ -120,7 +120,7 @@ def test_choices_of_one_prompt_share_it_and_stay_their_own(engine: Engine) -> No
     settings: dict[str, Any] = {"temperature": 1.0, "seed": 5}
     boxes = [ask(engine, prompt, 1, choice=i, **settings) for i in range(6)]
     together = [ids_of(box) for box in boxes]
-    assert engine._prefixes.reused_tokens == 5 * 96
+    assert engine.prefixes.reused_tokens == 5 * 96
     assert len({tuple(ids) for ids in together}) == 6
     alone = [ids_of(ask(engine, prompt, 1, choice=i, **settings)) for i in range(6)]
     assert alone == together
@@ -140,7 +140,7 @@ def test_what_overflowed_is_not_shared(root: Path, engine: Engine, oracles: dict
             assert isinstance(event, End)
             assert event.reason == "error"
             assert "overflowed" in str(event.error)
-    assert engine._prefixes.reused_tokens == 0
+    assert engine.prefixes.reused_tokens == 0
     assert ids_of(ask(engine, prompt, 0)) == greedy(oracles["linear"], prompt, COUNT, stop=None)
 
 

@@ -150,7 +150,8 @@ def test_the_plug_in_is_what_vllm_looks_for() -> None:
 
 def test_what_vllm_loads_needs_neither_our_engine_nor_transformers() -> None:
     """vLLM pins an older transformers than our engine reaches into."""
-    rooms = ("bank", "batch", "command", "copies", "limits", "places", "settings", "sites", "store")
+    rooms = ("bank", "batch", "command", "copies", "limits", "metrics", "places", "settings")
+    rooms += ("parent", "sites", "store", "tally")
     code = f"""
 import importlib, sys
 for room in {rooms}:
@@ -214,12 +215,25 @@ def config(**changes: Any) -> Any:
         "runner_type": "generate",
         "head_dtype": None,
         "dtype": torch.float32,
+        "enable_prompt_embeds": False,
+        "enable_sleep_mode": False,
+        "enable_cumem_allocator": False,
     }
-    parallel = {"pipeline_parallel_size": 1, "data_parallel_size": 1}
+    parallel = {
+        "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "enable_dbo": False,
+        "ubatch_size": 0,
+    }
+    uva, prefetch = {"cpu_offload_gb": 0}, {"offload_group_size": 0}
+    cache = {"kv_sharing_fast_prefill": False}
     compilation = {"mode": 0, "cudagraph_mode": SimpleNamespace(value=0)}
     own: dict[str, Any] = {"use_v2_model_runner": False, "speculative_config": None}
+    own |= {"weight_transfer_config": None, "kv_transfer_config": None}
     for key, given in changes.items():
-        for part in (model, parallel, compilation, own):
+        for part in (model, parallel, compilation, uva, prefetch, cache, own):
             if key in part:
                 part[key] = given
     return SimpleNamespace(
@@ -227,6 +241,10 @@ def config(**changes: Any) -> Any:
         model_config=SimpleNamespace(**model),
         parallel_config=SimpleNamespace(**parallel),
         compilation_config=SimpleNamespace(**compilation),
+        cache_config=SimpleNamespace(**cache),
+        offload_config=SimpleNamespace(
+            uva=SimpleNamespace(**uva), prefetch=SimpleNamespace(**prefetch)
+        ),
     )
 
 
@@ -242,6 +260,18 @@ def config(**changes: Any) -> Any:
         ({"pipeline_parallel_size": 2}, "--tensor-parallel-size"),
         ({"data_parallel_size": 2}, "side by side"),
         ({"head_dtype": torch.float64}, "another dtype"),
+        ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
+        ({"enable_sleep_mode": True}, "--enable-sleep-mode"),
+        ({"enable_cumem_allocator": True}, "--enable-cumem-allocator"),
+        ({"weight_transfer_config": object()}, "--weight-transfer-config"),
+        ({"cpu_offload_gb": 3}, "--cpu-offload-gb"),
+        ({"offload_group_size": 2}, "--offload-group-size"),
+        ({"kv_transfer_config": object()}, "tokens alone.*--kv-offloading-size"),
+        ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
+        ({"enable_dbo": True}, "--enable-dbo"),
+        ({"ubatch_size": 2}, "--ubatch-size"),
+        ({"prefill_context_parallel_size": 2}, "share a context"),
+        ({"decode_context_parallel_size": 2}, "share a context"),
     ],
 )
 def test_settings_under_which_variants_would_answer_wrongly_are_refused(

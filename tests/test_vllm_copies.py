@@ -4,6 +4,8 @@ Loads are held open by events, so nothing here depends on time.
 """
 
 import asyncio
+import errno
+import os
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from serving_kit import add_to_family, load_variant, make_family
 
 from soupkit.errors import BundleError, ServingError
 from soupkit.family import VariantRef
+from soupkit.family_write import remove_variant
 from soupkit.serving.vllm import store as store_module
 from soupkit.serving.vllm.copies import Copies
 from soupkit.serving.vllm.store import PREFIX, Store, read_copy, remove_leftovers
@@ -36,6 +39,8 @@ class Engine:
         self.numbers: dict[int, Any] = {}
         self.aborted: list[str] = []
         self.refuses = False
+        self.refusal: Exception = RuntimeError("Call to add_lora method failed: no place")
+        self.still_open = 0  # so many removals are refused
         self.adding = 0
         # Where these are there, adding and removing wait for them.
         self.adds: asyncio.Event | None = None
@@ -47,7 +52,7 @@ class Engine:
         if self.adds is not None:
             await self.adds.wait()
         if self.refuses:
-            raise RuntimeError("Call to add_lora method failed: no place")
+            raise self.refusal
         self.numbers[lora_request.lora_int_id] = read_copy(Path(lora_request.lora_path))
         return True
 
@@ -55,6 +60,9 @@ class Engine:
         await asyncio.sleep(0)
         if self.removes is not None:
             await self.removes.wait()
+        if self.still_open:
+            self.still_open -= 1
+            raise RuntimeError("Call to remove_lora method failed: variant 1 has 1 requests")
         del self.numbers[lora_id]
         return True
 
@@ -214,9 +222,13 @@ def test_a_variant_that_vanished_stays_for_those_who_have_it(tmp_path: Path) -> 
     run(root / "family", story)
 
 
-def test_what_the_engine_refuses_leaves_no_copy(family: Path) -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, ServingError])
+def test_what_the_engine_refuses_leaves_no_copy(family: Path, kind: type[Exception]) -> None:
+    """In an engine of its own process the error is another than in the server's."""
+
     async def story(copies: Copies, engine: Engine, store: Held) -> None:
         engine.refuses = True
+        engine.refusal = kind("'linear' cannot be loaded: no place")
         with pytest.raises(ServingError, match=r"'linear' cannot be loaded.*no place"):
             await copies.take("linear")
         assert list(store.folder.iterdir()) == []
@@ -246,6 +258,122 @@ def test_unloading_hides_at_once_waits_for_open_requests_and_frees(family: Path)
         assert list(engine.numbers) == [2]
 
     run(family, story)
+
+
+def test_a_variant_that_is_unloaded_while_it_loads_is_freed_and_serves_nobody(
+    family: Path,
+) -> None:
+    """R10."""
+
+    async def story(copies: Copies, engine: Engine, store: Held) -> None:
+        store.gates["linear"] = threading.Event()
+        waiting = asyncio.create_task(copies.take("linear"))
+        await until(lambda: store.began == ["linear"])
+        unloading = asyncio.create_task(copies.unload("linear"))
+        await until(lambda: "linear" not in copies.names())
+        assert not unloading.done()
+        store.gates["linear"].set()
+        request = await waiting
+        with pytest.raises(ServingError, match="was unloaded"):
+            async with copies.using(request, "r1"):
+                pass
+        await unloading
+        assert not engine.numbers
+        assert list(store.folder.iterdir()) == []
+
+    run(family, story)
+
+
+def test_what_was_replaced_while_it_loaded_is_freed_and_its_request_gets_the_new_content(
+    tmp_path: Path,
+) -> None:
+    root = make_family(tmp_path, names=("linear",))
+
+    async def story(copies: Copies, engine: Engine, store: Held) -> None:
+        engine.adds = asyncio.Event()
+        waiting = asyncio.create_task(copies.take("linear"))
+        await until(lambda: engine.adding == 1)
+        add_to_family(root, "linear", lambda n: "_proj" in n, encoding="row", seed=78)
+        engine.adds.set()
+        async with copies.using(await waiting, "r1") as request:
+            newest = load_variant(root, "linear").digest
+            assert engine.numbers[request.lora_int_id].digest == newest
+        await until(lambda: len(engine.numbers) == 1)
+
+    run(root / "family", story)
+
+
+def test_requests_that_share_an_id_are_counted_each(family: Path) -> None:
+    """R3: clients choose ids, with the header X-Request-Id."""
+
+    async def story(copies: Copies, engine: Engine, store: Held) -> None:
+        request = await copies.take("linear")
+        async with copies.using(request, "same"):
+            async with copies.using(request, "same"):
+                pass
+            unloading = asyncio.create_task(copies.unload("linear"))
+            await until(lambda: "linear" not in copies.names())
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert engine.numbers
+        await unloading
+        assert not engine.numbers
+
+    run(family, story)
+
+
+def test_a_request_that_is_open_in_the_engine_a_moment_longer_leaves_nothing(
+    family: Path,
+) -> None:
+    """One that a stop string ended: the server knows first."""
+
+    async def story(copies: Copies, engine: Engine, store: Held) -> None:
+        await copies.take("linear")
+        engine.still_open = 2
+        await copies.unload("linear")
+        assert not engine.numbers
+        assert not engine.still_open
+
+    run(family, story)
+
+
+def test_a_variant_that_left_the_family_leaves_the_engine_when_anything_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    root = make_family(tmp_path, names=("linear", "norms"))
+
+    async def story(copies: Copies, engine: Engine, store: Held) -> None:
+        request = await copies.take("linear")
+        async with copies.using(request, "r1"):
+            remove_variant(root / "family", "linear")
+            kept = await copies.take("norms")
+            with pytest.raises(KeyError):
+                await copies.take("linear")
+            assert copies.known("linear") is None
+            assert len(engine.numbers) == 2
+        await until(lambda: list(engine.numbers) == [kept.lora_int_id])
+
+    run(root / "family", story)
+
+
+def test_a_name_is_known_between_the_check_of_a_request_and_its_run(family: Path) -> None:
+    """With room for one copy, another request's load takes its place there."""
+    probe = Store(family)
+    budget = max(probe.size(probe.family.variants[name]) for name in ("linear", "norms"))
+    probe.close()
+
+    async def story(copies: Copies, engine: Engine, store: Held) -> None:
+        assert copies.known("linear") is None
+        checked = await copies.take("linear")
+        await copies.take("norms")
+        assert copies.known("linear") == checked
+        assert checked.lora_int_id not in engine.numbers
+        async with copies.using(copies.known("linear"), "r1") as request:
+            digest = engine.numbers[request.lora_int_id].digest
+            assert digest == store.family.variants["linear"].digest
+        assert copies.known("nobody") is None
+
+    run(family, story, budget=budget)
 
 
 def test_requests_that_do_not_end_in_time_are_aborted(family: Path) -> None:
@@ -332,6 +460,9 @@ def test_the_budget_of_host_memory_holds_and_what_is_in_use_or_pinned_stays(fami
             with pytest.raises(ServingError, match="all variants in host memory have requests"):
                 await copies.take("norms")
         assert names() == ["linear", "rich"]
+        # That was no fault of the variant: it is tried again at once.
+        await copies.take("norms")
+        assert names() == ["linear", "norms"]
 
     budget = sizes["linear"] + max(sizes["norms"], sizes["rich"]) + 10
     run(family, story, budget=budget, pins=frozenset({"linear"}), room_seconds=0.01)
@@ -395,18 +526,106 @@ def test_a_container_with_little_shared_memory_keeps_copies_elsewhere(
 def test_copies_of_processes_that_were_killed_go_and_those_of_living_ones_stay(
     family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By their locks: in another container a living one's number is nobody's, or another's here."""
     living = Store(family, folder=tmp_path)
-    dead = tmp_path / f"{PREFIX}4000000-abc"
-    other = tmp_path / f"{PREFIX}notes-abc"
-    for folder in (dead, other):
+    moved = living.folder.rename(tmp_path / f"{PREFIX}4000000-abcd_ef1")
+    ours = tmp_path / f"{PREFIX}{os.getpid()}-killed_1"
+    linked = tmp_path / f"{PREFIX}4000000-linked_1"
+    other = tmp_path / "notes"
+    strangers = [tmp_path / f"{PREFIX}{name}" for name in ("my-notes123", "7-notes", "2026-11-30")]
+    for folder in (ours, other, *strangers):
         folder.mkdir()
+        (folder / "copy").touch()
+    linked.symlink_to(other)
     remove_leftovers(tmp_path)
-    assert living.folder.exists()
-    assert other.exists()
-    assert not dead.exists()
-    # A process of another user is one that runs.
-    dead.mkdir()
-    monkeypatch.setattr(store_module.os, "kill", lambda *_: (_ for _ in ()).throw(PermissionError))
-    remove_leftovers(tmp_path)
-    assert dead.exists()
+    assert moved.exists()
+    assert not ours.exists()
+    assert (linked / "copy").exists()
+    assert all(folder.exists() for folder in strangers)
+    moved.rename(living.folder)
     living.close()
+    assert not living.folder.exists()
+    # What is another user's stays.
+    ours.mkdir()
+    monkeypatch.setattr(store_module.os, "getuid", lambda: os.geteuid() + 1)
+    remove_leftovers(tmp_path)
+    assert ours.exists()
+
+
+def test_a_folder_that_was_taken_for_a_leftover_at_its_birth_is_made_again(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold, made = store_module.hold_folder, []
+
+    def late(folder: Path) -> int | None:
+        made.append(folder)
+        if len(made) == 1:
+            folder.rmdir()
+        if len(made) == 2:
+            return None  # somebody looks at it
+        found: int | None = hold(folder)
+        if len(made) == 3:
+            folder.rmdir()
+        return found
+
+    monkeypatch.setattr(store_module, "hold_folder", late)
+    monkeypatch.setattr(store_module, "remove_leftovers", lambda _: None)
+    store = Store(family, folder=tmp_path)
+    assert store.folder == made[3]
+    assert store.copy(store.family.variants["linear"]).exists()
+    store.close()
+
+
+def test_what_a_killed_server_left_in_memory_does_not_push_the_next_one_out_of_it(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = tmp_path / "shm"
+    left = memory / f"{PREFIX}4000000-abcdefgh"
+    left.mkdir(parents=True)
+    monkeypatch.setattr(store_module, "SHARED_MEMORY", memory)
+    monkeypatch.setattr(
+        store_module.shutil,
+        "disk_usage",
+        lambda _: SimpleNamespace(free=0 if left.exists() else 1 << 30),
+    )
+    store = Store(family)
+    assert store.folder.parent == memory
+    store.close()
+
+
+def test_a_store_that_was_tidied_away_is_made_again_and_nothing_that_is_mapped_is_lost(
+    family: Path,
+) -> None:
+    async def story(copies: Copies, engine: Engine, store: Held) -> None:
+        first = await copies.take("linear")
+        store_module.shutil.rmtree(store.folder)
+        second = await copies.take("norms")
+        for request, name in ((first, "linear"), (second, "norms")):
+            expected = load_variant(family.parent, name)
+            held = engine.numbers[request.lora_int_id]
+            for key, value in expected.raw.items():
+                assert torch.equal(held.raw[key], value)
+        assert (Path(second.lora_path).parent, store._lock is None) == (store.folder, False)
+
+    run(family, story)
+
+
+def test_a_full_disk_is_told_with_what_to_do_and_leaves_nothing(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = store_module.shutil.copyfile
+
+    def full(source: Path, target: Path, **named: Any) -> None:
+        copy(source, target, **named)
+        if target.name.endswith(".safetensors"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(source), None, str(target))
+
+    async def story(copies: Copies, engine: Engine, store: Held) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(store_module.shutil, "copyfile", full)
+            with pytest.raises(ServingError, match=r"is full: SOUPKIT_STORE.*HOST_CACHE_BYTES"):
+                await copies.take("linear")
+        assert list(store.folder.iterdir()) == []
+        await copies.take("norms")
+
+    run(family, story)

@@ -135,6 +135,52 @@ def test_logprobs_of_prompts_are_the_variants_own_also_where_heads_differ(served
             assert found == pytest.approx(table[at - 1, tokens[at]].item(), abs=2e-4)
 
 
+def test_logprobs_and_several_answers_are_the_variants_own_in_a_mixed_batch(
+    served: Served,
+) -> None:
+    """The most likely token is drawn, so several answers are one; prompts come in pieces."""
+    names = [None, "row", "matrix", "raw", "mixed"]
+    requests = {name: served.request(name, number_of(name)) for name in names}
+    jobs = [(name, ids) for ids in prompts(2) for name in names]
+    outputs = ask(
+        served.engine, [(requests[name], ids) for name, ids in jobs], 6,
+        n=2, logprobs=1, temperature=1.0, top_k=1,
+    )  # fmt: skip
+    for (name, ids), output in zip(jobs, outputs, strict=True):
+        expected = greedy(dense(served.root, name), ids, 6, stop=None)
+        assert [list(answer.token_ids) for answer in output.outputs] == [expected] * 2
+        logits = dense(served.root, name)(torch.tensor([ids + expected])).logits[0]
+        table = torch.log_softmax(logits.float(), dim=-1)
+        for answer in output.outputs:
+            for at, found in enumerate(answer.logprobs):
+                wanted = table[len(ids) - 1 + at, expected[at]].item()
+                assert found[expected[at]].logprob == pytest.approx(wanted, abs=2e-4)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_p": 0.9}])
+def test_numbers_that_overflow_spoil_their_own_answers_only(
+    served: Served, sampling: dict[str, Any]
+) -> None:
+    """Each number of the bundle is finite, what becomes of them in a forward is not."""
+    if "huge" not in served.store.family.variants:
+        folder = served.root / "huge"
+        make_finetune(served.root / "base", folder, lambda n: "_proj" in n, seed=5, size=1e37)
+        export_variant(
+            open_checkpoint(served.root / "base"), open_checkpoint(folder),
+            family=served.root / "family", name="huge", encoding="row", companions=folder,
+        )  # fmt: skip
+    huge, other = served.request("huge", 96), served.request("row", number_of("row"))
+    jobs = [(request, ids) for ids in prompts(2) for request in (None, huge, other)]
+    named = sampling | {"logprobs": 1, "prompt_logprobs": 1}
+    for (request, ids), output in zip(jobs, ask(served.engine, jobs, 5, **named), strict=True):
+        found = list(output.outputs[0].token_ids)
+        assert len(found) == 5
+        if request is not huge and not sampling:
+            name = None if request is None else "row"
+            assert found == greedy(dense(served.root, name), ids, 5, stop=None)
+    check_tokens(served, [None, "row"])
+
+
 def test_a_name_that_has_another_content_gets_other_blocks(served: Served) -> None:
     """SV04, R1: the prefix cache is keyed by content."""
     from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
@@ -220,6 +266,14 @@ def test_a_variant_in_use_is_not_removed(served: Served) -> None:
             tokens = list(output.outputs[0].token_ids)
     assert tokens == greedy(dense(served.root, "matrix"), ids, 3, stop=None)
     assert engine.remove_lora(91)
+
+
+def test_the_base_is_not_replaced_under_its_variants(served: Served) -> None:
+    """vLLM forgets its adapters then: the next step with one of them stopped the engine."""
+    check_tokens(served, [None, "row"])
+    with pytest.raises(ServingError, match="restart the server"):
+        served.engine.collective_rpc("reload_weights")
+    check_tokens(served, [None, "row"])
 
 
 def test_a_tensor_without_a_place_is_refused_by_name(served: Served) -> None:

@@ -1,5 +1,6 @@
 """Each private name of vLLM that the plug-in uses is there, and in the table that people read."""
 
+import ast
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -23,6 +24,22 @@ def test_the_table_that_people_read_has_each_hook(hook: Hook) -> None:
     module, _, name = hook.name.partition(":")
     shown = f"| `{module.removeprefix('vllm.')}` `{name}` | {hook.use} | {hook.breaks} |"
     assert shown in CONTRIBUTING.read_text()
+
+
+def test_every_private_name_that_the_plug_in_says_is_in_the_table() -> None:
+    """Underscores: of attributes of what is vLLM's, and of names in texts."""
+    rooms = Path(__file__).resolve().parents[1] / "soupkit/serving/vllm"
+    known = {hook.name.rpartition(".")[2] for hook in HOOKS}
+    found = set()
+    for room in ("hooks", "limits", "model", "models", "worker"):
+        for node in ast.walk(ast.parse((rooms / f"{room}.py").read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":
+                found.add(node.attr)
+            elif isinstance(node, ast.Constant) and str(node.value).isidentifier():
+                found.add(str(node.value))
+    private = {name for name in found if name.startswith("_") and not name.startswith("__")}
+    assert "_map_name" in private
+    assert private <= known
 
 
 # -- what the hooks do, on stand-ins --
@@ -169,6 +186,18 @@ SAYS = {
     "BaseServing._check_model": ["self.models.lora_requests", "self.models.resolve_lora("],
     "VocabParallelEmbedding.forward": ["self.quant_method.embedding(", "self.use_fused_embedding"],
     "LogitsProcessor._apply_head": ["lm_head.quant_method.apply("],
+    "Attention.forward": ["unified_kv_cache_update(", "key, value, self.layer_name"],
+    "QKVParallelLinear.__init__": [
+        "self.total_num_heads",
+        "self.total_num_kv_heads",
+        "self.head_size",
+        "self.v_head_size",
+    ],
+    "VocabParallelEmbedding.__init__": [
+        "self.shard_indices",
+        "self.org_vocab_size",
+        "self.num_embeddings_per_partition",
+    ],
     "RMSNorm.forward_native": ["self.pass_weight", "self.pass_weight_add"],
     "LinearBase.__init__": ["quant_method"],
 }

@@ -11,8 +11,20 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving_kit import add_to_family, client_of, make_family, wait_for
-from vllm_kit import HEAD_DIM, NEEDS_VLLM, Server, Tokens, free_port, running_server, started
+from serving_kit import add_to_family, client_of, make_family, metrics_of, wait_for
+from vllm_kit import (
+    HEAD_DIM,
+    NEEDS_VLLM,
+    Server,
+    Tokens,
+    free_port,
+    processes_of,
+    running_server,
+    runs,
+    started,
+)
+
+from soupkit.serving.vllm.store import Store
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.slow]
 
@@ -28,6 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         add_to_family(root, name, lambda n: "_proj" in n, encoding="row", seed=seed)
     with running_server(root, slots=3, SOUPKIT_RUNTIME_LOADS="1") as running:
         yield running
+    assert not copies(running)
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +214,24 @@ def test_unloading_frees_and_loading_brings_back(server: Server, oracle: Tokens)
     assert tokens_of(server, "matrix") == oracle("matrix", PROMPT, 12)
 
 
+def test_metrics_say_which_variants_are_in_host_memory(server: Server) -> None:
+    """R11: beside vLLM's own, read from the running server."""
+    tokens_of(server, "norms")
+    found = metrics_of(server.url)
+    size = variant_bytes(server.root, "norms")
+    assert found["soupkit_variant_host_bytes,norms"] == size
+    assert found["soupkit_variant_phase,norms,host"] == 1
+    assert found["soupkit_variant_loads_total,norms"] == server.loads("norms") == 1
+    assert found["soupkit_host_cache_budget_bytes"] > found["soupkit_host_cache_used_bytes"] > size
+    before = found["soupkit_loads_total"]
+    post(server, "unload_lora_adapter", lora_name="norms")
+    assert "soupkit_variant_host_bytes,norms" not in metrics_of(server.url)
+    post(server, "load_lora_adapter", lora_name="norms", lora_path="norms")
+    after = metrics_of(server.url)
+    assert after["soupkit_loads_total"] == before + 1 == after["soupkit_load_seconds_count"]
+    assert any(name.startswith("vllm:") for name in after)
+
+
 def test_a_client_that_goes_away_leaves_nothing_in_use(server: Server, oracle: Tokens) -> None:
     """SV22: unloading does not wait for it."""
     body = {"model": "linear", "prompt": PROMPT, "max_tokens": 120, "stream": True}
@@ -227,13 +258,16 @@ def test_logprobs_of_prompts_are_the_variants(server: Server) -> None:
 def test_the_command_serves_pins_asks_for_a_key_and_closes_the_routes_that_change_what_is_served(
     tmp_path: Path,
 ) -> None:
-    """With a worker in a process of its own, as on GPUs."""
-    root = make_family(tmp_path, names=("linear",), head_dim=HEAD_DIM)
+    """With a worker in a process of its own, as on GPUs, and room for one copy beside the pin."""
+    others = ("norms", "embed", "matrix")
+    root = make_family(tmp_path, names=("linear", *others), head_dim=HEAD_DIM)
+    sizes = {name: variant_bytes(root, name) for name in ("linear", *others)}
+    budget = sizes["linear"] + max(sizes[name] for name in others)
     port = free_port()
     (tmp_path / "key").write_text("secret\n")
     program = [sys.executable, "-m", "soupkit", "serve", str(root / "family"), "--engine", "vllm"]
     program += ["--port", str(port), "--pin", "linear", "--max-running", "4"]
-    program += ["--api-key-file", str(tmp_path / "key")]
+    program += ["--api-key-file", str(tmp_path / "key"), "--host-cache-bytes", str(budget)]
     with started(program, root, port) as running:
         assert len(copies(running)) == 1
         key = {"Authorization": "Bearer secret"}
@@ -244,8 +278,38 @@ def test_the_command_serves_pins_asks_for_a_key_and_closes_the_routes_that_chang
             refused = httpx.post(url, json=body, headers=key)
             assert refused.status_code == 403
             assert "SOUPKIT_RUNTIME_LOADS=1" in refused.text
-        made: Any = client_of(running.url, "secret").completions.create(
-            model="linear", prompt=PROMPT, max_tokens=3, temperature=0, extra_body=IDS
+        check_each_takes_the_others_room(running, ("base", "linear", *others))
+        assert len(copies(running)) == 2
+        check_nothing_outlives_the_server(running)
+
+
+def variant_bytes(root: Path, name: str) -> int:
+    folder = root / "family/variants" / name
+    return sum((folder / file).stat().st_size for file in ("variant.safetensors", "manifest.json"))
+
+
+def check_each_takes_the_others_room(server: Server, models: tuple[str, ...]) -> None:
+    """A copy that goes between the check of its request and its run comes back."""
+    oracle, client = Tokens(server.root), client_of(server.url, "secret")
+
+    def ask(model: str) -> list[int]:
+        made: Any = client.completions.create(
+            model=model, prompt=PROMPT, max_tokens=3, temperature=0, extra_body=IDS
         )
-        assert list(made.choices[0].token_ids) == Tokens(root)("linear", PROMPT, 3)
-    assert not copies(running)
+        return list(made.choices[0].token_ids)
+
+    jobs = [model for _ in range(8) for model in models]
+    with ThreadPoolExecutor(10) as pool:
+        assert list(pool.map(ask, jobs)) == [oracle(model, PROMPT, 3) for model in jobs]
+
+
+def check_nothing_outlives_the_server(server: Server) -> None:
+    """kill -9: no process lives on, and the next server removes the copies."""
+    others = processes_of(server.process.pid) - {server.process.pid}
+    assert len(others) >= 2
+    server.process.kill()
+    server.process.wait()
+    wait_for(lambda: not any(map(runs, others)), "all processes end")
+    assert copies(server)
+    Store(server.root / "family").close()
+    assert not copies(server)

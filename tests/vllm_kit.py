@@ -104,7 +104,9 @@ def ask(
     return list(
         engine.generate(
             [{"prompt_token_ids": ids} for _, ids in jobs],
-            SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, **sampling),
+            SamplingParams(
+                **{"max_tokens": count, "temperature": 0, "ignore_eos": True} | sampling
+            ),
             lora_request=[request for request, _ in jobs],
             use_tqdm=False,
         )
@@ -161,6 +163,23 @@ def running_server(root: Path, *, slots: int, **environment: str) -> Iterator[Se
     program = [sys.executable, str(Path(__file__).with_name("vllm_runs.py")), str(root / "gates")]
     with started([*program, *arguments], root, port, **found.environment, **environment) as server:
         yield server
+
+
+def processes_of(pid: int) -> set[int]:
+    """A process and all that it started, and so on."""
+    found = {pid}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            found |= processes_of(int(child))
+    return found
+
+
+def runs(pid: int) -> bool:
+    """Whether it lives; one that nobody waits for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def free_port() -> int:

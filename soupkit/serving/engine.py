@@ -113,7 +113,7 @@ class Engine(EngineSlots):
             processor = manager.batch_processor = manager._create_batch_processor()
         inputs, scheduler = processor.inputs_and_outputs, processor.scheduler
         self._guard = KeyValueGuard(processor.cache)
-        self._prefixes = PrefixCache(
+        self.prefixes = PrefixCache(
             processor.cache, scheduler, page_tokens=PAGE_TOKENS, salt_of=self._salt_of
         )
         self._prepare, inputs.prepare_batch_tensors = inputs.prepare_batch_tensors, self._on_prepare

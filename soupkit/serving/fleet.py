@@ -133,11 +133,19 @@ class Fleet:
     def end_open(self) -> None:
         """The replicas do, each at the end of its own time."""
 
-    async def pick(self, model: str, *, weight: int, excluded: Collection[int] = ()) -> Member:
+    async def pick(
+        self,
+        model: str,
+        *,
+        weight: int,
+        excluded: Collection[int] = (),
+        beginning: bytes = b"",
+    ) -> Member:
         """The replica for a request, whose sequences it has from now on until `release`.
 
         Args:
             weight: sequences. excluded: replicas that come last, as they have refused it.
+            beginning: see `choose`.
         Raises:
             ServingError: the server stops, or no replica was up for too long.
             QueueFull: none is up, and too many requests wait for one.
@@ -147,9 +155,9 @@ class Fleet:
             base = frozenset({"base", *self.names()[:1]})
             views = [member.view(base) for member in self.members]
             variant = None if model in base else model
-            chosen = choose(views, variant, excluded=excluded)
+            chosen = choose(views, variant, excluded=excluded, beginning=beginning)
             if chosen is None:
-                chosen = choose(views, variant)
+                chosen = choose(views, variant, beginning=beginning)
             if chosen is not None:
                 if not views[chosen].holds(model) and any(view.holds(model) for view in views):
                     self.copies += 1
@@ -182,6 +190,10 @@ class Fleet:
         """It has answered for a model, which is resident there, whatever it told before."""
         if model in member.phases:
             member.phases[model] = Phase.RESIDENT
+
+    def note_load(self, member: Member, name: str, *, loaded: bool) -> None:
+        """It has just loaded a variant, or let it go, whatever it told before."""
+        member.phases[name] = Phase.RESIDENT if loaded else Phase.DISK
 
     def note_pin(self, member: Member, name: str, pinned: bool) -> None:
         """It pins a model or does not; those that are down will not when they are started."""

@@ -11,7 +11,6 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
-from typing import Any
 from weakref import WeakValueDictionary
 
 import httpx
@@ -22,13 +21,14 @@ from starlette.types import Receive, Scope, Send
 from soupkit.config import BASE_NAME
 from soupkit.errors import ServingError
 
+from .asking import beginning_of, model_of, parsed, read
 from .connection import while_connected
 from .fleet import Fleet
 from .fleet_metrics import FrontCounts
 from .gate import LOAD_PATH
 from .member import Member
 from .merged import merged_unload
-from .openai import MAX_CHOICES, ApiError, unknown_model
+from .openai import ApiError, unknown_model
 
 Ask = Callable[[Member, AsyncExitStack], Awaitable[Response]]
 
@@ -36,8 +36,6 @@ MAX_LOST = 3
 EVENTS = "text/event-stream"
 _SENT = ("content-type", "authorization")
 _PASSED = ("content-type", "cache-control", "retry-after")
-# A larger body is read in a thread, so that it holds up nobody.
-_LARGE_BYTES = 1 << 16
 
 
 class Stream(StreamingResponse):
@@ -86,8 +84,10 @@ class Front:
     async def complete(self, request: Request) -> Response:
         """The answer to a completion."""
         body = await request.body()
-        name, weight = await asked(body)
+        found = await read(body)
+        name, weight = model_of(found)
         self.check_served(name)
+        beginning = beginning_of(found)
 
         async def ask(member: Member, held: AsyncExitStack) -> Response:
             refusal = await self._show(member, name)
@@ -98,7 +98,8 @@ class Front:
                 self.fleet.note_answer(member, name)
             return found
 
-        return await while_connected(request, self._anywhere(name, weight, ask))
+        work = self._anywhere(name, weight, ask, beginning=beginning)
+        return await while_connected(request, work)
 
     async def models(self, request: Request) -> Response:
         """The base and the variants that are served."""
@@ -128,7 +129,7 @@ class Front:
         async def ask(member: Member, held: AsyncExitStack) -> Response:
             found = await self._ask(member, request, body, held)
             if found.status_code == 200:
-                self.fleet.note_answer(member, name)
+                self.fleet.note_load(member, name, loaded=True)
                 self.hidden.discard(name)
                 member.hidden.discard(name)
                 if pinned is not None:
@@ -169,6 +170,7 @@ class Front:
                 self.hidden.discard(name)
             for member in gone:
                 member.hidden.add(name)
+                self.fleet.note_load(member, name, loaded=False)
             for member in self.fleet.members if gone else ():
                 member.pins.pop(name, None)
             for _, one in answered:
@@ -176,7 +178,7 @@ class Front:
                     return one
             if not gone:
                 raise ServingError("no replica is up; ask again later")
-            return JSONResponse(merged_unload([_parsed(bytes(o.body)) for o in gone.values()]))
+            return JSONResponse(merged_unload([parsed(bytes(o.body)) for o in gone.values()]))
 
     async def _unload(self, member: Member, request: Request, body: bytes) -> Response | None:
         """What a replica answers; None if it is lost, and with it what it held."""
@@ -209,7 +211,9 @@ class Front:
 
     # Replicas.
 
-    async def _anywhere(self, name: str, weight: int, ask: Ask) -> Response:
+    async def _anywhere(
+        self, name: str, weight: int, ask: Ask, *, beginning: bytes = b""
+    ) -> Response:
         """The answer of the replica that is best for a model, or of the next if that one is lost.
 
         Raises:
@@ -219,7 +223,9 @@ class Front:
         lost = 0
         while lost < MAX_LOST:
             excluded = [i for i, restarts in refused if self.fleet.members[i].restarts == restarts]
-            member = await self.fleet.pick(name, weight=weight, excluded=excluded)
+            member = await self.fleet.pick(
+                name, weight=weight, excluded=excluded, beginning=beginning
+            )
             try:
                 async with AsyncExitStack() as held:
                     held.callback(self.fleet.release, member, name, weight)
@@ -293,41 +299,26 @@ def lost_event() -> bytes:
 
 
 async def whole_events(parts: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
-    """Whole events only: half of one would spoil what is said after it."""
+    """Whole events only, as half of one would spoil what is said after it; those that came together
+    stay together.
+    """
     rest = b""
     async for part in parts:
-        *whole, rest = (rest + part).split(b"\n\n")
-        for event in whole:
-            yield event + b"\n\n"
+        whole, end, rest = (rest + part).rpartition(b"\n\n")
+        if end:
+            yield whole + end
     if rest:
         yield rest
 
 
 async def asked(body: bytes) -> tuple[str, int]:
     """The model of a body and how many sequences it asks for; a replica tells what is wrong."""
-    found = await (asyncio.to_thread(_parsed, body) if len(body) > _LARGE_BYTES else _now(body))
-    name, count, prompt = found.get("model"), found.get("n"), found.get("prompt")
-    count = count if type(count) is int and 1 <= count <= MAX_CHOICES else 1
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        count *= len(prompt)
-    return name if isinstance(name, str) else BASE_NAME, count
-
-
-async def _now(body: bytes) -> dict[str, Any]:
-    return _parsed(body)
-
-
-def _parsed(body: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return model_of(await read(body))
 
 
 def _admin_fields(body: bytes) -> tuple[str, bool | None]:
     """The variant and whether it is to be pinned; a replica tells what is wrong."""
-    found = _parsed(body)
+    found = parsed(body)
     name, pinned = found.get("lora_name"), found.get("pinned")
     return name if isinstance(name, str) else BASE_NAME, pinned if type(pinned) is bool else None
 
@@ -340,5 +331,5 @@ def _is_leaving(response: Response) -> bool:
     """Whether a replica refuses since it stops, rather than for what was asked."""
     if response.status_code != 503 or isinstance(response, Stream):
         return False
-    error = _parsed(bytes(response.body)).get("error")
+    error = parsed(bytes(response.body)).get("error")
     return isinstance(error, dict) and error.get("code") == "unavailable"

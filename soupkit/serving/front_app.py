@@ -35,7 +35,8 @@ from .states import QueueFull
 from .status_page import PAGE, PAGE_HEADERS
 
 DEFAULT_MAX_WAIT_SECONDS = 300.0
-CONNECT_SECONDS, SCRAPE_SECONDS = 5.0, 10.0
+# Prometheus waits for 10 seconds by default: for the other replicas too, if one hangs.
+CONNECT_SECONDS, SCRAPE_SECONDS = 5.0, 5.0
 # The replicas' servers close a connection that was idle for 5 seconds.
 IDLE_SECONDS = 2.0
 

@@ -26,8 +26,10 @@ Residents = Callable[[], Mapping[str, VariantStats]]
 class Metrics:
     """The counters and gauges of one server; gauges are set when they are asked for."""
 
-    def __init__(self, residents: Residents) -> None:
-        """residents: what to say of each variant, by name, at the time of a scrape."""
+    def __init__(self, residents: Residents, reused_tokens: Callable[[], int]) -> None:
+        """At the time of a scrape: what to say of each variant, by name, and how many tokens of
+        prompts the prefix cache had.
+        """
         registry = self._registry = CollectorRegistry()
 
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
@@ -87,7 +89,7 @@ class Metrics:
         self.waiting = gauge("requests_waiting", "Requests waiting for a load or their turn")
         self.running = gauge("requests_running", "Requests in the engine")
         self.ready = gauge("ready", "1 if the server can generate")
-        registry.register(_Residency(residents))
+        registry.register(_Residency(residents, reused_tokens))
 
     def keep(self, models: Iterable[str]) -> None:
         """Has these model ids as labels, from 0 on, and forgets all others."""
@@ -130,10 +132,10 @@ class Metrics:
 
 
 class _Residency(Collector):
-    """Where each variant of the family is, and what happened to it."""
+    """Where each variant of the family is, and what happened to it; what prompts shared."""
 
-    def __init__(self, residents: Residents) -> None:
-        self._residents = residents
+    def __init__(self, residents: Residents, reused_tokens: Callable[[], int]) -> None:
+        self._residents, self._reused_tokens = residents, reused_tokens
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: there is no server to look at while this is registered."""
@@ -159,6 +161,9 @@ class _Residency(Collector):
             for phase in Phase:
                 phases.add_metric((model, phase.value), float(stats.phase is phase))
         yield phases
+        text = "Prompt tokens that were not computed again"
+        reused = self._reused_tokens()
+        yield CounterMetricFamily("soupkit_prompt_tokens_reused", text, value=reused)
 
 
 _Figure = tuple[str, str, Callable[[VariantStats], float]]

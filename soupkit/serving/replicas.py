@@ -12,7 +12,9 @@ where it loads. A replica that failed to load a variant, or is late with it, is 
 
 A function of what is known, without clock or I/O: several routers that know the same choose the
 same. Where cold variants go on equal terms is a hash of the two (rendezvous hashing), so that one
-comes back to where its file is still in the page cache.
+comes back to where its file is still in the page cache. So it is with a conversation among replicas
+that have about as much to do: its next turn comes where keys and values of the last one are still
+in the prefix cache.
 """
 
 import hashlib
@@ -25,6 +27,8 @@ from .states import Phase
 _HELD = frozenset({Phase.QUEUED, Phase.LOADING, Phase.INSTALLING, Phase.RESIDENT})
 # Open sequences of a replica, in batches, from which on a copy may put others out.
 PATIENCE = 2
+# Loads that are in the same part of a batch are about equal.
+PARTS = 4
 
 
 @dataclass(frozen=True)
@@ -104,23 +108,28 @@ class Replica:
 
 
 def choose(
-    replicas: Sequence[Replica], variant: str | None, *, excluded: Collection[int] = ()
+    replicas: Sequence[Replica],
+    variant: str | None,
+    *,
+    excluded: Collection[int] = (),
+    beginning: bytes = b"",
 ) -> int | None:
     """The replica that a request goes to, None if none is up.
 
     Args:
         variant: what it asks for; None: the base. excluded: those that have refused it already.
+        beginning: of what it asks, the same for all turns of a conversation; empty: of none.
     """
     up = [i for i, one in enumerate(replicas) if one.is_up and i not in excluded]
     able = [i for i in up if not replicas[i].is_full] or up
     if not able:
         return None
     if variant is None:
-        return min(able, key=lambda i: (replicas[i].load, i))
+        return min(able, key=lambda i: _wait(replicas[i], i, "", beginning))
     holders = [i for i in able if replicas[i].holds(variant)]
     if not holders:
         return min(able, key=lambda i: _cost_of_load(replicas, i, variant))
-    best = min(holders, key=lambda i: _wait(replicas[i], i, variant))
+    best = min(holders, key=lambda i: _wait(replicas[i], i, variant, beginning))
     if not replicas[best].is_busy or any(one.is_up and one.loads(variant) for one in replicas):
         return best
     may_put_out = replicas[best].open >= PATIENCE * replicas[best].max_running
@@ -135,9 +144,14 @@ def choose(
     return min(others, key=lambda i: _cost_of_load(replicas, i, variant), default=best)
 
 
-def _wait(replica: Replica, index: int, variant: str) -> tuple[bool, bool, float, int]:
+def _wait(
+    replica: Replica, index: int, variant: str, beginning: bytes
+) -> tuple[bool, bool, float, bytes]:
     """Holders, the one that answers soonest first."""
-    return replica.is_busy, replica.loads(variant), replica.load, index
+    if not beginning:
+        return replica.is_busy, replica.loads(variant), replica.load, index.to_bytes(8)
+    parts, place = int(PARTS * replica.load), _place(index, variant, beginning)
+    return replica.is_busy, replica.loads(variant), parts, place
 
 
 def _cost_of_load(
@@ -152,10 +166,16 @@ def _cost_of_load(
         phase is not Phase.HOST,
         not _has_room(replicas, index),
         len(one.loading),
-        int(4 * one.load),
+        int(PARTS * one.load),
         -one.free_slots,
-        hashlib.blake2b(f"{index}\0{variant}".encode(), digest_size=8).digest(),
+        _place(index, variant),
     )
+
+
+def _place(index: int, variant: str, beginning: bytes = b"") -> bytes:
+    """Rendezvous hashing: the least of all replicas is the one for what is hashed."""
+    what = f"{index}\0{variant}".encode()
+    return hashlib.blake2b(what + (b"\0" + beginning if beginning else b""), digest_size=8).digest()
 
 
 def _has_room(replicas: Sequence[Replica], index: int) -> bool:

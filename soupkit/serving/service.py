@@ -52,7 +52,7 @@ class Service:
     ) -> None:
         self.catalog, self.engine = catalog, engine
         self._folder_name = Path(base.source).name
-        self.metrics = Metrics(self.residents)
+        self.metrics = Metrics(self.residents, lambda: engine.prefixes.reused_tokens)
         shelf = () if catalog.shelf is None else catalog.shelf.folders
         self.reasons = Reasons((catalog.path, base.source, base.path, *shelf))
         self.loader = Loader(

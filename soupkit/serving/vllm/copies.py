@@ -12,16 +12,18 @@ tried again for a while; its requests are told why, and nobody else notices. All
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from soupkit.errors import BundleError, ServingError
 from soupkit.family import VariantRef
 
+from .held import Copy, EngineClient, NoRoom
 from .store import Store
+from .tally import Tally
 
 logger = logging.getLogger("vllm.soupkit")
 
@@ -29,29 +31,10 @@ AGAIN_SECONDS = 30.0
 ROOM_SECONDS = 60.0
 DRAIN_SECONDS = 30.0
 MAX_LOADS = 2
+REMOVALS = 6  # tries, each after twice the time
+REMOVAL_SECONDS = 0.05
 
 Key = tuple[str, str]  # name, digest
-
-
-class EngineClient(Protocol):
-    """What is asked of vLLM's engine: EngineClient of its API process."""
-
-    async def add_lora(self, lora_request: Any) -> bool: ...
-
-    async def remove_lora(self, lora_id: int) -> bool: ...
-
-    async def abort(self, request_id: list[str]) -> None: ...
-
-
-@dataclass(slots=True)
-class Copy:
-    """A variant that the engine has."""
-
-    ref: VariantRef
-    nbytes: int
-    request: Any  # vLLM's LoRARequest
-    users: set[str] = field(default_factory=set)  # ids of open requests
-    is_leaving: bool = False
 
 
 class Copies:
@@ -74,10 +57,12 @@ class Copies:
             pins: names that stay when others need room.
             room_seconds: how long a load waits for others to be done with their copies.
         """
-        self.store = store
+        self.store, self._seen = store, store.family
         self._engine, self._make_request, self._clock = engine, make_request, clock
-        self._pins, self._room_seconds = pins, room_seconds
+        self.pins, self._room_seconds = pins, room_seconds
+        self.tally = Tally()
         self._copies: dict[int, Copy] = {}  # by number, least recently asked for first
+        self._taken: dict[str, Any] = {}  # by name, the request of the last copy of it
         self._loads: dict[Key, asyncio.Task[Copy]] = {}
         self._loading_bytes: dict[Key, int] = {}
         self._failed: dict[Key, tuple[float, str]] = {}  # until when, and why
@@ -97,21 +82,28 @@ class Copies:
         return [name for name in self.store.refresh().variants if name not in self._hidden]
 
     def ref(self, name: str) -> VariantRef | None:
-        """The newest content of a name; None if it is not served."""
-        return None if name in self._hidden else self.store.refresh().variants.get(name)
+        """The newest content of a name; None if it is not served. Lets go of what is old."""
+        family = self.store.refresh()
+        if family is not self._seen:
+            self._seen = family
+            for copy in self.held:
+                if family.variants.get(copy.ref.name) != copy.ref:
+                    self._let_go(copy)
+        return None if name in self._hidden else family.variants.get(name)
 
     def current(self, name: str) -> Copy | None:
         """The copy of a name's newest content, if the engine has it."""
         ref = self.ref(name)
-        found = None
         for copy in self._copies.values():
-            if copy.ref.name != name or copy.is_leaving:
-                continue
-            if ref is not None and copy.ref.digest == ref.digest:
-                found = copy
-            else:
-                self._let_go(copy)
-        return found
+            if ref == copy.ref and not copy.is_leaving:
+                return copy
+        return None
+
+    def known(self, name: str) -> Any:
+        """The LoRARequest that was taken last of a name that is served; None if none was. Its copy
+        may have gone since: `using` gives another.
+        """
+        return None if self.ref(name) is None else self._taken.get(name)
 
     def requests(self) -> dict[str, Any]:
         """The LoRARequest of each name whose newest content the engine has."""
@@ -121,6 +113,20 @@ class Copies:
             for copy in self._copies.values()
             if not copy.is_leaving and newest.get(copy.ref.name) == copy.ref.digest
         }
+
+    @property
+    def held(self) -> list[Copy]:
+        """All that the engine has, also what is about to leave. From any thread."""
+        return list(self._copies.values())
+
+    def loading(self) -> dict[str, bool]:
+        """The names in work, and whether they have room. From any thread."""
+        return {key[0]: key in self._loading_bytes for key in list(self._loads)}
+
+    def failing(self) -> set[str]:
+        """The names that failed of late and are not tried again yet. From any thread."""
+        now = self._clock()
+        return {key[0] for key, (until, _) in list(self._failed.items()) if now < until}
 
     async def take(self, name: str) -> Any:
         """A variant's LoRARequest, once the engine has it; one load however many ask.
@@ -137,6 +143,7 @@ class Copies:
         number = found.request.lora_int_id
         if number in self._copies:
             self._copies[number] = self._copies.pop(number)
+        self._taken[name] = found.request
         return found.request
 
     @asynccontextmanager
@@ -154,11 +161,11 @@ class Copies:
             except KeyError:
                 raise ServingError(f"variant {request.lora_name!r} was unloaded") from None
             copy = self._copies.get(again.lora_int_id)
-        copy.users.add(request_id)
+        copy.users[request_id] += 1
         try:
             yield copy.request
         finally:
-            copy.users.discard(request_id)
+            copy.users -= Counter([request_id])
             await self._tell()
 
     async def load(self, name: str) -> None:
@@ -176,8 +183,8 @@ class Copies:
             raise
 
     async def unload(self, name: str, *, drain_seconds: float = DRAIN_SECONDS) -> None:
-        """Serves a name no more, and frees what holds it once its requests have ended; those that
-        have not in time are aborted.
+        """Serves a name no more, and frees what holds it once its loads and requests have ended;
+        requests that have not in time are aborted.
 
         Raises:
             KeyError: there is no such variant.
@@ -185,19 +192,23 @@ class Copies:
         if self.ref(name) is None:
             raise KeyError(name)
         self._hidden.add(name)
-        mine = [copy for copy in self._copies.values() if copy.ref.name == name]
-        for copy in mine:
-            self._let_go(copy)
-        numbers = {copy.request.lora_int_id for copy in mine}
+        for copy in list(self._copies.values()):
+            if copy.ref.name == name:
+                self._let_go(copy)
+
+        def leaving() -> list[Copy]:
+            return [c for c in self._copies.values() if c.is_leaving and c.ref.name == name]
 
         async def gone() -> None:
+            if loads := [task for key, task in self._loads.items() if key[0] == name]:
+                await asyncio.wait(loads)
             async with self._changed:
-                await self._changed.wait_for(lambda: numbers.isdisjoint(self._copies))
+                await self._changed.wait_for(lambda: not leaving())
 
         try:
             await asyncio.wait_for(gone(), drain_seconds)
         except asyncio.TimeoutError:
-            for copy in mine:
+            for copy in leaving():
                 await self._engine.abort(sorted(copy.users))
             await gone()
 
@@ -208,17 +219,33 @@ class Copies:
             raise ServingError(reason)
         task = self._loads.get(key)
         if task is None:
+            self._forget()
             task = self._loads[key] = asyncio.create_task(self._load_once(ref))
             task.add_done_callback(lambda done: self._loaded(key, done))
-        # A client that goes away ends its own waiting only.
-        return await asyncio.shield(task)
+        counts = self.tally.of(ref.name)
+        counts.waiting += 1
+        try:
+            # A client that goes away ends its own waiting only.
+            return await asyncio.shield(task)
+        finally:
+            counts.waiting -= 1
+
+    def _forget(self) -> None:
+        """What names and contents that the family has no more left."""
+        listed = self.store.family.variants
+        self.tally.keep(listed)
+        self._taken = {name: request for name, request in self._taken.items() if name in listed}
+        now = self._clock()
+        self._failed = {key: kept for key, kept in self._failed.items() if now < kept[0]}
 
     def _loaded(self, key: Key, done: "asyncio.Task[Copy]") -> None:
         del self._loads[key]
         self._loading_bytes.pop(key, None)
         if not done.cancelled() and (error := done.exception()) is not None:
             logger.warning("%s", error)
-            self._failed[key] = (self._clock() + AGAIN_SECONDS, str(error))
+            if not isinstance(error, NoRoom):
+                self.tally.failed(key[0])
+                self._failed[key] = (self._clock() + AGAIN_SECONDS, str(error))
 
     async def _load_once(self, ref: VariantRef) -> Copy:
         began = self._clock()
@@ -226,21 +253,26 @@ class Copies:
         try:
             nbytes = self.store.size(ref)
             await self._make_room(ref, nbytes)
+            reads = self._clock()
             path = await loop.run_in_executor(self._readers, self.store.copy, ref)
+            self.tally.of(ref.name).seconds = self._clock() - reads
             # Others take numbers while this one waits.
             self._number = number = self._number + 1
             request = self._make_request(ref.name, number, str(path))
             await self._engine.add_lora(request)
-        except ServingError:
-            raise
         except Exception as error:
             self._drop(ref, unless=self._loads.keys() - {(ref.name, ref.digest)})
-            known = isinstance(error, BundleError | OSError)
-            if not known:
+            if isinstance(error, ServingError):
+                raise
+            if not isinstance(error, BundleError | OSError):
                 logger.exception("variant %r", ref.name)
             raise ServingError(f"variant {ref.name!r} cannot be loaded: {error}") from error
         copy = self._copies[number] = Copy(ref, nbytes, request)
-        logger.info("variant %r: loaded in %.2f s", ref.name, self._clock() - began)
+        seconds = self._clock() - began
+        self.tally.loaded(ref.name, seconds)
+        logger.info("variant %r: loaded in %.2f s", ref.name, seconds)
+        if self.ref(ref.name) != ref:  # unloaded or replaced meanwhile
+            self._let_go(copy)
         return copy
 
     async def _make_room(self, ref: VariantRef, nbytes: int) -> None:
@@ -256,17 +288,15 @@ class Copies:
         def fits() -> bool:
             used = sum(copy.nbytes for copy in self._copies.values())
             used += sum(self._loading_bytes.values())
-            idle = [
-                copy
-                for copy in self._copies.values()
-                if not (copy.users or copy.is_leaving or copy.ref.name in self._pins)
-            ]
             leaving = sum(c.nbytes for c in self._copies.values() if c.is_leaving)
             over = used + nbytes - budget - leaving
-            for copy in idle:
+            for copy in self.held:
                 if over <= 0:
                     break
+                if copy.users or copy.is_leaving or copy.ref.name in self.pins:
+                    continue
                 over -= copy.nbytes
+                self.tally.evicted(copy.ref.name)
                 self._let_go(copy)
             return used + nbytes <= budget
 
@@ -278,7 +308,7 @@ class Copies:
         try:
             await asyncio.wait_for(room(), self._room_seconds)
         except asyncio.TimeoutError:
-            raise ServingError(
+            raise NoRoom(
                 f"variant {ref.name!r}: all variants in host memory have requests; try again, or "
                 "give more with --host-cache-bytes"
             ) from None
@@ -295,10 +325,14 @@ class Copies:
         async with self._changed:
             await self._changed.wait_for(lambda: not copy.users)
         number = copy.request.lora_int_id
-        try:
-            await self._engine.remove_lora(number)
-        except Exception as error:  # noqa: BLE001 - a dead engine cannot be told, and says so itself
-            logger.error("variant %r cannot be removed: %s", copy.ref.name, error)
+        for tried in range(REMOVALS):
+            try:
+                await self._engine.remove_lora(number)
+                break
+            except Exception as error:  # noqa: BLE001 - a dead engine says so itself
+                # A request that ended here (a stop string) may be open there for a moment.
+                logger.warning("variant %r cannot be removed: %s", copy.ref.name, error)
+                await asyncio.sleep(REMOVAL_SECONDS * 2**tried)
         self._copies.pop(number, None)
         self._drop(copy.ref, unless=self._loads.keys())
         await self._tell()

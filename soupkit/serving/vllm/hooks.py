@@ -44,6 +44,11 @@ HOOKS = (
         "logprobs of prompts are refused, or come from the wrong rows where heads differ",
     ),
     Hook(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights",
+        "replaced: refused, as variants are changes to the base that was loaded",
+        "the engine stops: all variants are forgotten in the workers only",
+    ),
+    Hook(
         "vllm.v1.engine.core:EngineCore.add_request",
         "wrapped: a request whose variant is not registered is registered, or refused alone",
         "a variant that is gone stops the engine in the middle of a step",
@@ -90,8 +95,8 @@ HOOKS = (
     ),
     Hook(
         "vllm.entrypoints.serve.engine.serving:BaseServing._check_model",
-        "relied on: asks `lora_requests`, then `resolve_lora`",
-        "variants get 404",
+        "wrapped: loads a request's variant first; then asks `lora_requests`, then `resolve_lora`",
+        "variants get 404, or a stream begins before its variant has failed to load",
     ),
     Hook(
         "vllm.v1.engine.async_llm:AsyncLLM.generate",
@@ -102,6 +107,18 @@ HOOKS = (
         "vllm.model_executor.layers.linear:LinearBase.__init__",
         "relied on: modules compute by `quant_method.apply(module, x, bias)`",
         "deltas of linears do not act: wrong tokens",
+    ),
+    Hook(
+        "vllm.model_executor.layers.linear:QKVParallelLinear.__init__",
+        "relied on: a rank's heads by `total_num_heads`, `total_num_kv_heads`, `head_size`, "
+        "`v_head_size`, `tp_size` and `tp_rank`",
+        "a rank holds other heads of a delta than of the base: wrong tokens",
+    ),
+    Hook(
+        "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding.__init__",
+        "relied on: a rank's rows by `shard_indices`, `org_vocab_size` and "
+        "`num_embeddings_per_partition`",
+        "a rank holds other rows of a delta than of the base: wrong tokens",
     ),
     Hook(
         "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding.forward",
@@ -119,9 +136,29 @@ HOOKS = (
         "changed norms do not act: wrong tokens",
     ),
     Hook(
+        "vllm.model_executor.layers.attention.attention:Attention.forward",
+        "wrapped: keys and values of variants that are not finite are cached as zeros",
+        "a variant whose numbers overflow spoils answers of those who get its blocks next",
+    ),
+    Hook(
         "vllm.model_executor.models.utils:WeightsMapper.get_rename_mapper",
         "called: a checkpoint's names in vLLM's model",
         "tensors are refused: no such parameter",
+    ),
+    Hook(
+        "vllm.model_executor.models.utils:WeightsMapper._map_name",
+        "called: one name in vLLM's model",
+        "tensors are refused: no such parameter",
+    ),
+    Hook(
+        "vllm.model_executor.custom_op:maybe_get_oot_by_class",
+        "called: the class that a platform has in the place of embeddings and heads",
+        "changed embeddings and heads are refused by name",
+    ),
+    Hook(
+        "vllm.config.parallel:ParallelConfig._api_process_count",
+        "read: more than one API process is refused",
+        "a process removes variants that another one's requests have",
     ),
 )  # fmt: skip
 
@@ -129,21 +166,26 @@ HOOKS = (
 def install() -> None:
     """Puts the hooks in place, once a process, before an engine is made in it."""
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+    from vllm.entrypoints.serve.engine.serving import BaseServing
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.worker import lora_model_runner_mixin
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from .models import replace_models
+    from .models import check_first, replace_models
+    from .parent import follow
     from .worker import VariantManager
 
     if lora_model_runner_mixin.LRUCacheWorkerLoRAManager is VariantManager:
         return
     lora_model_runner_mixin.LRUCacheWorkerLoRAManager = VariantManager
     _wrap_prompts(GPUModelRunner)
+    GPUModelRunner.reload_weights = _refuse_reload
     _wrap_engine(EngineCore)
     _wrap_offline(LLMEngine)
     replace_models(OpenAIServingModels)
+    check_first(BaseServing)
+    follow()
 
 
 def _wrap_prompts(runner_class: Any) -> None:
@@ -157,6 +199,10 @@ def _wrap_prompts(runner_class: Any) -> None:
             return original(self, hidden_states, num_scheduled_tokens)
 
     runner_class._get_prompt_logprobs_dict = prompts
+
+
+def _refuse_reload(self: Any, *args: Any, **named: Any) -> None:
+    raise ServingError("variants are changes to the base that was loaded: restart the server")
 
 
 @contextmanager

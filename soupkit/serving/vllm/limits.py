@@ -44,6 +44,29 @@ def check_config(config: Any) -> None:
          "multi-head latent attention reads weights past the modules that variants act in"),
         (getattr(model, "runner_type", "generate") != "generate",
          "only models that generate are served; give --runner generate"),
+        (model.enable_prompt_embeds,
+         "prompts given as embeddings are not rows of the batch; serve without "
+         "--enable-prompt-embeds"),
+        (model.enable_sleep_mode or model.enable_cumem_allocator,
+         "a server that slept may wake without what its slots held; serve without "
+         "--enable-sleep-mode and --enable-cumem-allocator"),
+        (config.weight_transfer_config is not None,
+         "variants are changes to one base, which must stay; serve without "
+         "--weight-transfer-config"),
+        (_offloads(config.offload_config),
+         "weights that come and go during a forward are not where variants act; serve without "
+         "--cpu-offload-gb and --offload-group-size"),
+        (config.kv_transfer_config is not None,
+         "what finds cached blocks outside the engine may look at tokens alone, which are alike in "
+         "all variants; serve without --kv-transfer-config and --kv-offloading-size"),
+        (config.cache_config.kv_sharing_fast_prefill,
+         "layers that compute some of a prompt's rows only have other rows than the batch; serve "
+         "without --kv-sharing-fast-prefill"),
+        (parallel.enable_dbo or parallel.ubatch_size > 1,
+         "halves of a batch have other rows than the batch; serve without --enable-dbo and "
+         "--ubatch-size"),
+        (max(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size) > 1,
+         "ranks that share a context were not tested; give --tensor-parallel-size only"),
         (parallel.pipeline_parallel_size > 1,
          "variants are not split over stages; give --tensor-parallel-size instead of "
          "--pipeline-parallel-size"),
@@ -62,6 +85,10 @@ def _captures(config: Any) -> bool:
     compilation = config.compilation_config
     mode, graphs = int(compilation.mode or 0), compilation.cudagraph_mode
     return mode != 0 or bool(graphs is not None and graphs.value)
+
+
+def _offloads(offload: Any) -> bool:
+    return bool(offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size)
 
 
 def _head_dtype(model: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.model_executor.custom_op import maybe_get_oot_by_class
+from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -43,6 +44,9 @@ def attach(bank: Bank, model: Any, *, dtype: torch.dtype, ties_head: bool) -> No
     refused: dict[str, str] = {}
     embeddings, heads = [], []
     has_experts = any(type(module).__name__ in EXPERTS for module in model.modules())
+    for module in model.modules():
+        if isinstance(module, Attention):
+            _keep_finite(bank, module)
     for name, module in model.named_modules():
         kind = type(module)
         if kind is maybe_get_oot_by_class(VocabParallelEmbedding):
@@ -69,6 +73,20 @@ def attach(bank: Bank, model: Any, *, dtype: torch.dtype, ties_head: bool) -> No
     bank.attach(
         Sites(modules, refused, dict(model.packed_modules_mapping), _renamer(model), shared)
     )
+
+
+def _keep_finite(bank: Bank, module: Any) -> None:
+    """Caches no NaN or infinity of a variant's tokens. Blocks are given to others as they are, and
+    a kernel may read past the tokens of a block's new owner, with weight 0: 0 * NaN is NaN.
+    """
+    forward = module.forward
+
+    def act(query: Any, key: Any, value: Any, *args: Any, **named: Any) -> Any:
+        if bank.batch is not None and key is not None and value is not None:
+            key, value = (torch.nan_to_num(x, 0.0, 0.0, 0.0) for x in (key, value))
+        return forward(query, key, value, *args, **named)
+
+    module.forward = act
 
 
 def _renamer(model: Any) -> Callable[[str], str]:

@@ -23,6 +23,7 @@ from soupkit.family import open_base
 from soupkit.serving.reasons import Reasons
 
 from .copies import Copies
+from .metrics import show
 from .settings import CHANGES, Settings, settings
 from .store import Store
 
@@ -51,17 +52,18 @@ class FamilyResolver(LoRAResolver):  # type: ignore[misc]  # vLLM may be absent
         return GracefulHTTPError(self._reasons.of(error), HTTPStatus.SERVICE_UNAVAILABLE)
 
 
-class Resident(Mapping[str, LoRARequest]):
-    """The variants that the engine has, with the newest content of their names."""
+class Served(Mapping[str, LoRARequest]):
+    """The variants that were asked for, by name. The engine may have let go of one since vLLM
+    checked its request: its name is known none the less, and `generate` brings it back.
+    """
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
 
     def __getitem__(self, name: str) -> LoRARequest:
-        copy = self._copies.current(name)
-        if copy is None:
+        found: LoRARequest | None = self._copies.known(name)
+        if found is None:
             raise KeyError(name)
-        found: LoRARequest = copy.request
         return found
 
     def __iter__(self) -> Iterator[str]:
@@ -107,7 +109,14 @@ def replace_models(models_class: Any) -> None:
         told = settings()
         assert told is not None
         self.soupkit = make_resolver(engine_client, told)
-        self.lora_requests = Resident(self.soupkit.copies)
+        for name in self.soupkit.copies.names():
+            if self.is_base_model(name):
+                raise ServingError(
+                    f"the base is served as {name!r}, so the variant of that name would never "
+                    "answer: give the base another with --served-model-name"
+                )
+        show(self.soupkit.copies)
+        self.lora_requests = Served(self.soupkit.copies)
         engine_client.generate = _keeping(engine_client.generate, self.soupkit)
 
     models_class.__init__ = init
@@ -119,6 +128,22 @@ def replace_models(models_class: Any) -> None:
         unload_lora_adapter,
     ):
         setattr(models_class, method.__name__, method)
+
+
+def check_first(serving_class: Any) -> None:
+    """Has a variant in the engine before a request of it is looked at any further, so that one
+    that cannot be loaded is told as a status, whether or not its name was known already.
+    """
+    check = serving_class._check_model
+
+    @functools.wraps(check)
+    async def checks(self: Any, request: Any) -> Any:
+        resolver: FamilyResolver | None = getattr(self.models, "soupkit", None)
+        if resolver is not None and request.model and not self.models.is_base_model(request.model):
+            await resolver.resolve_lora("", request.model)
+        return await check(self, request)
+
+    serving_class._check_model = checks
 
 
 def _keeping(generate: Callable[..., Any], resolver: FamilyResolver) -> Callable[..., Any]:

@@ -5,24 +5,33 @@ the copy is checked whole: digest, shapes, finite numbers, the base it was made 
 happens to the family on disk cannot reach an engine any more: taking a variant from its copy reads
 memory, and cannot fail. A copy lies in a folder named by its content digest, so what vLLM keys by
 an adapter's path (blocks of the prefix cache) is keyed by content.
+
+A store's folder is locked as long as its process lives: what a killed one left is told by that, and
+not by a number, which another process may have by now, or has in another container.
 """
 
 import contextlib
+import errno
 import logging
 import os
+import re
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 
 from soupkit.bundle import LoadedVariant, open_variant
 from soupkit.errors import BundleError, ServingError
 from soupkit.family import Family, VariantRef, open_family
-from soupkit.files import fault_text
+from soupkit.files import fault_text, hold_folder
 from soupkit.manifest import MANIFEST_NAME, WEIGHTS_NAME
+
+from .settings import HOST_BYTES, STORE
 
 logger = logging.getLogger("vllm.soupkit")
 
 PREFIX = "soupkit-"
+_STORE_NAME = re.compile(r"soupkit-[0-9]+-[a-z0-9_]{8}")  # as mkdtemp makes them
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -37,13 +46,14 @@ class Store:
                 if there is none or it is too small.
             budget: bytes of all copies; None: half of what is free there.
         """
-        self._path = family
+        self._path, self._making = family, threading.Lock()
         self.family: Family = open_family(family)
         self._stamp = self._read_stamp()
+        for place in {SHARED_MEMORY, Path(tempfile.gettempdir()), folder or SHARED_MEMORY}:
+            remove_leftovers(place)
         parent = folder or self._roomy_parent()
-        remove_leftovers(parent)
         try:
-            self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
+            self.folder, self._lock = _make_folder(parent)
         except OSError as error:
             raise ServingError(fault_text(error, parent)) from error
         self.budget = shutil.disk_usage(parent).free // 2 if budget is None else budget
@@ -63,6 +73,12 @@ class Store:
     def close(self) -> None:
         """Removes all copies; what is mapped stays readable."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def refresh(self) -> Family:
         """The family as it is now; as it was while family.json is unreadable or of another base."""
@@ -88,6 +104,7 @@ class Store:
         Raises:
             BundleError: the variant is damaged, not the one that `ref` names, or there is no room.
         """
+        self._be_there()
         target = self.folder / ref.digest.rpartition(":")[2]
         if target.exists():
             return target
@@ -100,6 +117,14 @@ class Store:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
+    def _be_there(self) -> None:
+        """Makes the folder again if somebody tidied it away; what is mapped stays."""
+        with self._making:
+            if not self.folder.exists():
+                logger.warning("%s is gone: who removes what is in use there?", self.folder)
+                self._unlock()
+                self.folder, self._lock = _make_folder(self.folder.parent)
+
     def _fill(self, scratch: Path, ref: VariantRef) -> None:
         source = self.family.folder(ref.name)
         open_variant(source)  # before its bytes are moved
@@ -107,7 +132,12 @@ class Store:
             for name in (WEIGHTS_NAME, MANIFEST_NAME):
                 shutil.copyfile(source / name, scratch / name, follow_symlinks=False)
         except OSError as error:
-            raise BundleError(f"variant {ref.name!r} cannot be copied: {error}") from error
+            if error.errno == errno.ENOSPC:
+                raise BundleError(
+                    f"{self.folder.parent} is full: {STORE} names a larger folder, "
+                    f"{HOST_BYTES} allows fewer copies"
+                ) from error
+            raise BundleError(fault_text(error, source)) from error
         copied = open_variant(scratch)
         if copied.manifest.base_fingerprint != self.family.base.fingerprint:
             raise BundleError(f"variant {ref.name!r} was made for another base; export it again")
@@ -149,19 +179,30 @@ def read_copy(path: Path) -> LoadedVariant:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Removes the folders of processes that were killed."""
+    """Removes the folders of this user's processes that were killed."""
     for path in parent.glob(f"{PREFIX}*-*"):
-        pid = path.name.removeprefix(PREFIX).partition("-")[0]
         with contextlib.suppress(OSError):
-            if pid.isdecimal() and path.stat().st_uid == os.getuid() and not _runs(int(pid)):
+            is_store = _STORE_NAME.fullmatch(path.name) and not path.is_symlink()
+            if not is_store or path.lstat().st_uid != os.getuid():
+                continue
+            lock = hold_folder(path)
+            if lock is not None:
+                # Whoever has just made it and not locked it yet makes another.
                 shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
 
 
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+def _make_folder(parent: Path) -> tuple[Path, int | None]:
+    """A folder that only this user reaches, and its lock, if the disk knows locks."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
+        try:
+            lock = hold_folder(folder)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return folder, None
+        if lock is not None and folder.exists():
+            return folder, lock
+        if lock is not None:
+            os.close(lock)
