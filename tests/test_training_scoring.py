@@ -205,7 +205,9 @@ def test_a_run_that_ends_at_its_best_step_ends_with_the_live_weights(tmp_path, c
     assert "of the weights of step 2 2.05" in told
 
 
-@pytest.mark.parametrize("former", ["fewer batches", "no parts", "one list", "no gate"])
+@pytest.mark.parametrize(
+    "former", ["other batches", "fewer batches", "no parts", "one list", "no gate"]
+)
 def test_a_soup_of_before_a_resume_is_scored_on_the_batches_of_now(tmp_path, former):
     """Then it had a score that none of today's batches could beat."""
     config = SoupConfig(merge_every_n_steps=1, gate="none" if former == "no gate" else "metric")
@@ -229,7 +231,8 @@ def test_a_soup_of_before_a_resume_is_scored_on_the_batches_of_now(tmp_path, for
     def today() -> list[float]:
         now = dict(again.model.named_parameters())
         calls.append("soup" if all(torch.equal(now[name], soup[name]) for name in now) else "live")
-        return [2.0 if calls[-1] == "soup" else 1.0] * 3
+        score = 2.0 if calls[-1] == "soup" else 1.0
+        return [score, score + 0.1] + [score] * (former != "other batches")
 
     del loop
     again = Loop(tmp_path, SoupConfig(merge_every_n_steps=1), evaluate=today)

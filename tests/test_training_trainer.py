@@ -119,6 +119,21 @@ def test_a_run_that_is_resumed_at_its_end_trains_no_more(base, tmp_path, config,
     assert open_variant(tmp_path / "family" / "variants" / "x").manifest.metrics["step"] == stop
 
 
+@pytest.mark.parametrize("is_adopted", [False, True])
+def test_what_a_resumed_run_has_learned_is_no_difference_to_a_named_base(
+    base, tmp_path, capfd, is_adopted
+):
+    folder = tmp_path / "run"
+    callbacks = [] if is_adopted else [SoupCallback(EVERY_2, base=base)]
+    make_trainer(base, folder, callbacks, max_steps=3, **SAVE).train()
+    trainer = make_trainer(base, folder, [SoupCallback(EVERY_2, base=base)], max_steps=4, **SAVE)
+    trainer.train(resume_from_checkpoint=True)
+    assert "step-0 weights" not in capfd.readouterr().err
+    other = tiny_llama(seed=4)
+    make_trainer(base, folder, [SoupCallback(EVERY_2, base=base)], model=other, max_steps=1).train()
+    assert "the step-0 weights are not those of" in capfd.readouterr().err
+
+
 def test_resuming_an_older_checkpoint_forgets_what_came_later(base, tmp_path):
     folder = tmp_path / "run"
     first = SoupCallback(EVERY_2)

@@ -72,14 +72,16 @@ def find_base(
     *,
     given: str | Path | None,
     save_companions: Callable[[Path], None],
+    is_resumed: bool = False,
 ) -> BaseRecord:
-    """The base of a run that starts now, from the model's present weights. On one rank.
+    """The base of a run, from the model's present weights, those of step 0. On one rank.
 
     Args:
         tensors: all of the model's, by its checkpoint's names.
         given: what the user named; taken as it is, and a difference is told.
         save_companions: writes tokenizer files into a folder, where the step-0 weights have to be
             saved.
+        is_resumed: the present weights are of a later step, and `given` is there.
 
     Returns:
         The record; where its path is None the weights lie in `folder.pending_base_path` or
@@ -90,7 +92,7 @@ def find_base(
     """
     if given is not None:
         named = open_checkpoint(_absolute(given))
-        difference = relative_difference(named, tensors)
+        difference = None if is_resumed else relative_difference(named, tensors)
         if difference:
             say(
                 f"the step-0 weights are not those of base={str(given)!r} but differ by "

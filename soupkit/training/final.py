@@ -24,11 +24,11 @@ class Final:
     name: str = "live weights"
 
 
-def score_of(partner: Partner, current: Score, *, scorer: Scorer, journal: Journal) -> Score | None:
-    """The partner's score on the held-out data that `current`, of the live weights, is of."""
-    if partner.score is not None and current.pairs_with(partner.parts):
+def score_of(partner: Partner, *, scorer: Scorer, journal: Journal) -> Score | None:
+    """A partner's score on the held-out data of this process. Collective."""
+    if partner.score is not None and partner.step > journal.began_at:
         return Score(partner.score, partner.parts)
-    # It was scored before a resume: on other batches, by an older soupkit, or not at all.
+    # What it was scored on before a resume may have been other batches, or nothing.
     aside = journal.set_aside()
     score = scorer.score_of(journal.captured(partner.step), aside=aside)
     journal.clean()

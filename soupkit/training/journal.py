@@ -54,6 +54,7 @@ class Journal:
         self._ranks = ranks
         self._checkpoint_steps = checkpoint_steps
         self._resumed_at = resumed_at
+        self.began_at = resumed_at or 0
         self._undo_in_memory = undo_in_memory
 
     def set_aside(self) -> SetAside:

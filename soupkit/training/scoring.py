@@ -75,10 +75,6 @@ class Score:
         )
         return cls(value, tuple(map(tuple, scores)), shares)
 
-    def pairs_with(self, parts: ByRank) -> bool:
-        """Whether `parts` can be of the same held-out data."""
-        return [len(rank) for rank in parts] == [len(rank) for rank in self.parts]
-
     def less(self, other: Score) -> tuple[float, float | None]:
         """(self - other, its standard error); None for the latter where there is but one part, or
         parts cannot be paired.
@@ -87,7 +83,8 @@ class Score:
         ranks that all score the same data, tell nothing of chance.
         """
         difference = self.value - other.value
-        if not self.pairs_with(other.parts) or not math.isfinite(difference):
+        lengths = [[len(rank) for rank in score.parts] for score in (self, other)]
+        if lengths[0] != lengths[1] or not math.isfinite(difference):
             return difference, None
         by_rank = zip(self.parts, other.parts, self.shares, strict=True)
         distinct = dict.fromkeys(tuple(zip(*rank, strict=True)) for rank in by_rank)

@@ -173,9 +173,7 @@ class SoupRun:
         # Training went on after the last merge point, or the best checkpoint was loaded.
         with preserved_rng(self.store.devices):
             current = self._scorer.score()
-            beside = current and score_of(
-                partner, current, scorer=self._scorer, journal=self.journal
-            )
+            beside = current and score_of(partner, scorer=self._scorer, journal=self.journal)
         if current is not None and beside is not None:
             is_better, remark = self._judge.ends_with(current, beside)
             self._teller.say(

@@ -88,8 +88,8 @@ class Preparation:
             f"steps, gate {config.gate}"
         )
 
-    def find_base(self) -> BaseRecord:
-        """Decide the base from the present weights, which must be those of step 0."""
+    def find_base(self, *, is_resumed: bool = False) -> BaseRecord:
+        """Decide the base from the present weights, those of step 0 unless the run is resumed."""
         try:
             tensors = checkpoint_tensors(self.store.model)
         except TrainingError:
@@ -107,6 +107,7 @@ class Preparation:
                 self.folder,
                 given=self.given_base,
                 save_companions=self.save_companions,
+                is_resumed=is_resumed,
             ),
         )
         return self._record
@@ -263,7 +264,7 @@ class Preparation:
                 "before: the weights that this run started from are not known; name that model "
                 "with base="
             )
-        record = self.find_base()
+        record = self.find_base(is_resumed=True)
         self._say(
             f"resumed at step {step} without a state of soupkit: the next merge point captures"
         )
@@ -276,7 +277,7 @@ class Preparation:
         )
 
     def _with_given_base(self, state: SoupState) -> SoupState:
-        record = self.find_base()
+        record = self.find_base(is_resumed=True)
         if record.fingerprint != state.base.fingerprint:
             raise TrainingError(
                 f"base={str(self.given_base)!r} has other weights than the base this run began "
