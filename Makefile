@@ -48,7 +48,7 @@ clients: .clients/.installed
 .ray/.installed: constraints.txt | $(VENV)/.installed
 	$(PYTHON) -m venv .ray
 	$(BIN)/python $(SITE) > "$$(.ray/bin/python $(SITE))/venv.pth"
-	.ray/bin/python -m pip install --quiet --no-compile --constraint constraints.txt "ray[serve]>=2.50"
+	.ray/bin/python -m pip install --quiet --no-compile --constraint constraints.txt "ray[serve]>=2.60"
 	touch $@
 
 ray: .ray/.installed

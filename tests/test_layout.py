@@ -51,8 +51,8 @@ ONLY_IN = {
     "peft": set(),
     "deepspeed": {"soupkit/bench/strategy.py"},
     "matplotlib": {"soupkit/report_page.py", "soupkit/tracking.py"},
-    "fastapi": {"soupkit/serving/app.py", "soupkit/serving/ray_app.py"},
-    "ray": {"soupkit/serving/ray_app.py"},
+    "fastapi": {"soupkit/serving/app.py"},
+    "ray": {"soupkit/serving/ray_app.py", "soupkit/serving/ray_fleet.py"},
     "uvicorn": {"soupkit/serving/listening.py"},
     "prometheus_client": {
         "soupkit/serving/metrics.py",

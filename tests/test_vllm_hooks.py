@@ -1,6 +1,7 @@
 """Each private name of vLLM that the plug-in uses is there, and in the table that people read."""
 
 import ast
+import asyncio
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -231,3 +232,51 @@ class TestLinears:
 
         found = inspect.getsource(LoRAModelRunnerMixin.maybe_select_dummy_loras)
         assert f'lora_path="{WARM_UP_PATH}"' in found
+
+
+@pytest.mark.slow
+class TestModels:
+    pytestmark = NEEDS_VLLM
+
+    def test_a_variant_that_the_bases_name_would_hide_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from soupkit.serving.vllm import models
+
+        class Models:
+            def __init__(self, engine_client: Any) -> None:
+                pass
+
+            def is_base_model(self, name: str) -> bool:
+                return name == "coder"
+
+        found = SimpleNamespace(copies=SimpleNamespace(names=lambda: ["chat", "coder"]))
+        monkeypatch.setattr(models, "settings", lambda: found)
+        monkeypatch.setattr(models, "make_resolver", lambda *_: found)
+        models.replace_models(Models)
+        with pytest.raises(ServingError, match=r"'coder'.*--served-model-name"):
+            Models(SimpleNamespace(generate=None))
+
+    def test_a_variant_is_loaded_though_vllm_is_told_to_look_at_no_names(self) -> None:
+        """VLLM_SKIP_MODEL_NAME_VALIDATION: a name that nobody asked for before was the base."""
+        from soupkit.serving.vllm.models import check_first
+
+        class Serving:
+            def __init__(self, models: Any) -> None:
+                self.models = models
+
+            async def _check_model(self, request: Any) -> None:
+                return None
+
+        loaded: list[str] = []
+
+        class Resolver:
+            async def resolve_lora(self, base: str, name: str) -> None:
+                loaded.append(name)
+
+        check_first(Serving)
+        models = SimpleNamespace(soupkit=Resolver(), is_base_model=lambda name: name == "base")
+        for served in (models, SimpleNamespace()):  # one without an engine has no family
+            for name in ("base", None, "coder"):
+                asyncio.run(Serving(served)._check_model(SimpleNamespace(model=name)))
+        assert loaded == ["coder"]

@@ -1,251 +1,228 @@
-"""A family behind Ray Serve: replicas of the engine, and a router that knows what each one holds.
+"""A family behind Ray Serve: the front of `soupkit serve --replicas` over replicas that Ray runs.
 
-    HTTP -> ingress -> Ray's handle -> FamilyRouter (replicas.py's choice) -> a replica: app.py
+    HTTP -> Ray's proxy -> Ingress: front_app.py -> Ray's handle -> a replica: app.py
 
-Ray starts, places, scales and replaces replicas; each is the server of app.py in an actor, asked by
-its own routes. What replicas hold comes to the router with Ray's routing statistics; what the
-router itself gave counts at once. A request whose replica is lost before its answer has begun goes
-to another one. Not here: routes that change what all replicas hold; a family's folder is the
-registry. recipes/serve/ray_family.py has a command that serves.
+Ray starts, places and replaces replicas; each is the server of app.py in an actor, asked by its own
+routes. Keys, routes, choice, retries, metrics and what an administrator does are the front's
+(front.py, fleet.py), for which a replica is an address: ray_fleet.py turns a request to it into a
+call of that actor. Names that were unloaded are served again when the ingress is started
+anew, as when a front is. Keys are read where the ingress runs and go nowhere else. Not here:
+replicas of several ranks, a number of replicas that Ray changes by itself.
+recipes/serve/ray_family.py has a command that serves.
 """
 
 import asyncio
 import contextlib
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import AsyncExitStack
+import math
+import secrets
+from collections.abc import AsyncGenerator
 from dataclasses import asdict
 from typing import Any
+from urllib.parse import quote, unquote
 
-from fastapi import FastAPI, Request
 from ray import serve
-from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
-from ray.serve.exceptions import RayServeException
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
-from starlette.responses import JSONResponse, Response
+from starlette.applications import Starlette
+from starlette.types import Receive, Scope, Send
 
-from soupkit.config import BASE_NAME
+from soupkit.bundle import open_family
 from soupkit.errors import ServingError
 
-from .front import EVENTS, MAX_LOST, Stream, asked, lost_event, too_many_lost, whole_events
-from .gate import error_response
-from .openai import ApiError
+from .fleet import STILL_SECONDS
+from .front_app import create_front
+from .listening import read_keys
+from .ray_fleet import NamedRouter, RayFleet
 from .replica_process import ReplicaSettings
-from .replicas import Replica, choose
-from .states import Phase
 
-STATS_SECONDS = 0.5
-# A request that was chosen for and then not sent is forgotten.
-FORGET_SECONDS = 10.0
-_PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/openapi.json", "/ready")
-_LOST = (RayError, RayServeException)
-
-
-class FamilyRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
-    """Sends each request where its variant is; in every process that holds a handle."""
-
-    def initialize_state(self, **_: Any) -> None:
-        # By request: the replica, the model, how many sequences, and when it was chosen.
-        self._given: dict[str, tuple[ReplicaID, str, int, float]] = {}
-        self._sent: set[str] = set()
-
-    async def choose_replicas(
-        self,
-        candidate_replicas: list[RunningReplica],
-        pending_request: PendingRequest | None = None,
-    ) -> list[list[RunningReplica]]:
-        if pending_request is None or not candidate_replicas:
-            return [list(candidate_replicas)]
-        now = asyncio.get_running_loop().time()
-        self._forget(now)
-        name, weight = pending_request.args[:2]
-        views = [self._view(one) for one in candidate_replicas]
-        chosen = choose(views, None if name == BASE_NAME else name)
-        if chosen is None:
-            return [list(candidate_replicas)]
-        replica, number = candidate_replicas[chosen], pending_request.metadata.internal_request_id
-        self._given[number] = (replica.replica_id, name, weight, now)
-        return [[replica]]
-
-    def on_request_routed(
-        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
-    ) -> None:
-        number = pending_request.metadata.internal_request_id
-        name, weight = pending_request.args[:2]
-        self._given[number] = (replica_id, name, weight, 0.0)
-        self._sent.add(number)
-
-    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        self._given.pop(internal_request_id, None)
-        self._sent.discard(internal_request_id)
-
-    def _forget(self, now: float) -> None:
-        for number, (_, _, _, then) in list(self._given.items()):
-            if number not in self._sent and now - then > FORGET_SECONDS:
-                del self._given[number]
-
-    def _view(self, replica: RunningReplica) -> Replica:
-        told: Mapping[str, Any] = replica.routing_stats or {}
-        open_for: Counter[str] = Counter()
-        for there, name, weight, _ in self._given.values():
-            if there == replica.replica_id:
-                open_for[name] += weight
-        total = open_for.total()
-        open_for.pop(BASE_NAME, None)
-        return Replica(
-            is_up=True,
-            open=total,
-            max_running=told.get("max_running", 1),
-            max_queue=told.get("max_queue", 1),
-            slots=told.get("slots", 0),
-            phases={name: Phase(phase) for name, phase in told.get("phases", {}).items()},
-            pinned=told.get("pinned", ()),
-            open_for=open_for,
-        )
+# Calls of a replica that Ray lets pass at a time, the front's own among them.
+MAX_ONGOING = 10_000
 
 
 class FamilyReplica:
     """One replica: a service of its own, asked through its HTTP application."""
 
     # Ray awaits it, on the loop that it calls the other methods on.
-    async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, settings: dict[str, Any], *, sharers: int, asks_key: bool
+    ) -> None:
         from .app import create_app
         from .server import build_service
 
-        self._service = build_service(**settings)
-        self._app = create_app(self._service)
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._service = build_service(**settings, sharers=sharers)
+        # Who may call an actor has passed the ingress; its app tells of keys and takes this one.
+        key = secrets.token_hex()
+        self._headers = [
+            (b"content-type", b"application/json"),
+            (b"authorization", b"Bearer " + key.encode()),
+        ]
+        self._app = create_app(self._service, keys=[key] * asks_key, admin_keys=[key])
         # Ray has no lifespan for it.
         await self._service.start()
 
     async def answer(
-        self, name: str, weight: int, method: str, path: str, body: bytes
+        self, name: str, method: str, target: bytes, body: bytes
     ) -> AsyncGenerator[Any, None]:
-        """First the status and the headers, then the body as it comes.
+        """First the status and the headers, then the body as it comes; None if this is not `name`.
 
         Args:
-            name, weight: for the router.
+            target: the path as it came, percent-encoded.
         """
+        if name != self._name:
+            yield None
+            return
         told: asyncio.Queue[Any] = asyncio.Queue(maxsize=64)
-        sent: list[dict[str, Any]] = [{"type": "http.request", "body": body}]
-        gone = asyncio.Event()
-
-        async def receive() -> dict[str, Any]:
-            if not sent:
-                await gone.wait()
-                return {"type": "http.disconnect"}
-            return sent.pop()
-
-        scope = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method,
-            "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"",
-            "root_path": "", "headers": [(b"content-type", b"application/json")],
-            "server": ("replica", 80), "client": ("ingress", 1),
-        }  # fmt: skip
-
-        async def run() -> None:
-            try:
-                await self._app(scope, receive, told.put)
-            finally:
-                await told.put(None)
-
-        running = asyncio.create_task(run())
+        running = asyncio.create_task(self._run(told, method, target, body))
         try:
             while (message := await told.get()) is not None:
                 if message["type"] == "http.response.start":
-                    yield (
-                        message["status"],
-                        [(k.decode(), v.decode()) for k, v in message["headers"]],
-                    )
+                    yield message["status"], list(message["headers"])
                 elif message.get("body"):
                     yield message["body"]
         finally:
-            gone.set()
             running.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await running
 
-    async def record_routing_stats(self) -> dict[str, Any]:
-        """What the router looks at."""
-        residents, router = self._service.residents(), self._service.router
-        return {
-            "max_running": router.limits.max_running,
-            "max_queue": router.limits.max_queue,
-            "slots": router.cache.num_slots,
-            "phases": {name: stats.phase.value for name, stats in residents.items()},
-            "pinned": [name for name, stats in residents.items() if stats.pinned],
-        }
+    async def _run(
+        self, told: "asyncio.Queue[Any]", method: str, target: bytes, body: bytes
+    ) -> None:
+        sent: list[dict[str, Any]] = [{"type": "http.request", "body": body}]
+
+        async def receive() -> dict[str, Any]:
+            if not sent:
+                await asyncio.Event().wait()  # a client that goes away cancels this
+            return sent.pop()
+
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method,
+            "scheme": "http", "path": unquote(target.decode("ascii")), "raw_path": target,
+            "query_string": b"", "root_path": "", "headers": self._headers,
+            "server": ("replica", 80), "client": ("ingress", 1),
+        }  # fmt: skip
+        try:
+            await self._app(scope, receive, told.put)
+        finally:
+            await told.put(None)
+
+    async def taken(self, name: str) -> bool:
+        """Serves anew what a former ingress had unloaded. False if this is not `name`."""
+        if name != self._name:
+            return False
+        for hidden in self._service.catalog.refs:
+            self._service.catalog.show(hidden)
+        self._service.follow_family()
+        return True
 
     async def check_health(self) -> None:
-        """Ray replaces a replica whose engine has stopped."""
+        """Ray replaces a replica whose engine has stopped or hangs."""
         if not self._service.ready:
             raise ServingError("the engine has stopped")
+        if self._service.engine.pulse.still_seconds() > STILL_SECONDS:
+            raise ServingError(f"the engine has done nothing for {STILL_SECONDS:g} seconds")
 
 
-async def _rest(first: bytes, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    try:
-        async for event in events:
-            yield event
-    except _LOST:
-        yield lost_event()
+class _Door:
+    """The ASGI application that Ray gets: that of the ingress in this process, wherever mounted."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await Starlette()(scope, receive, send)
+        root, path = scope.get("root_path", ""), scope["path"]
+        if root and path.startswith(root):
+            # Keys are asked for by the path, which is to begin with /v1 for all that look at it.
+            raw = scope.get("raw_path") or quote(path).encode()
+            raw = (
+                raw[len(root) :]
+                if raw.startswith(root.encode())
+                else quote(path[len(root) :]).encode()
+            )
+            scope = {
+                **scope,
+                "root_path": "",
+                "path": path[len(root) :] or "/",
+                "raw_path": raw or b"/",
+            }
+        await serve.get_replica_context().servable_object.front(scope, receive, send)
 
 
-_app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-
-
-@serve.ingress(_app)
+@serve.ingress(_Door())
 class Ingress:
-    """OpenAI's routes in front of the replicas."""
+    """The front's routes before the replicas."""
 
-    def __init__(self, replicas: Any) -> None:
-        self._replicas = replicas.options(stream=True)
-
-    @_app.api_route("/{path:path}", methods=["GET", "POST"])
-    async def any(self, request: Request) -> Response:
-        """What a replica answers."""
-        path = request.url.path
-        if path == "/health":
-            return JSONResponse({"status": "alive"})
-        if path not in _PATHS and not path.startswith("/v1/models/"):
-            return error_response(ApiError(404, "Not Found"))
-        body = await request.body()
-        name, weight = await asked(body)
-        for _ in range(MAX_LOST):
-            with contextlib.suppress(*_LOST):
-                return await self._ask(name, weight, request.method, path, body)
-        return error_response(too_many_lost())
-
-    async def _ask(self, name: str, weight: int, method: str, path: str, body: bytes) -> Response:
-        parts = self._replicas.answer.remote(name, weight, method, path, body)
-        async with AsyncExitStack() as held:
-            held.callback(parts.cancel)
-            status, headers = await anext(parts)
-            kept = {k: v for k, v in headers if k in ("content-type", "retry-after")}
-            if not kept.get("content-type", "").startswith(EVENTS):
-                return Response(b"".join([part async for part in parts]), status, kept)
-            events = whole_events(parts)
-            first = await anext(events)
-            stream = Stream(_rest(first, events))
-            stream.keep(held.pop_all())
-            return stream
+    async def __init__(  # type: ignore[misc]
+        self,
+        settings: dict[str, Any],
+        replicas: Any,
+        *,
+        count: int,
+        api_key_file: str | None,
+        admin_key_file: str | None,
+    ) -> None:
+        keys, admin_keys = read_keys(api_key_file, admin_key_file)
+        fleet = RayFleet(
+            ReplicaSettings.from_json(settings), replicas, count=count, admin_keys=admin_keys
+        )
+        await fleet.start()
+        self.front = create_front(fleet, keys=keys, admin_keys=admin_keys)
 
 
-def family_app(settings: ReplicaSettings, *, replicas: int, num_gpus: float = 0.0) -> Any:
+def _check(settings: ReplicaSettings, *, replicas: int, num_gpus: float) -> None:
+    """Raises ValueError or SoupkitError: what Ray would tell late, and in many lines."""
+    if replicas < 1:
+        raise ValueError(f"replicas={replicas}: must be at least 1")
+    if not 0 <= num_gpus < math.inf:
+        raise ValueError(f"num_gpus={num_gpus}: must be at least 0")
+    if settings.tensor_parallel != 1:
+        raise ValueError(
+            f"tensor_parallel={settings.tensor_parallel}: a replica behind Ray is one process; "
+            "start `soupkit serve --tensor-parallel` instead"
+        )
+    variants = open_family(settings.family).variants
+    unknown = [name for name in settings.pin if name not in variants and settings.pool is None]
+    if unknown:
+        known = ", ".join(variants) or "none"
+        raise ServingError(f"pin={unknown[0]}: there is no such variant, only {known}")
+
+
+def family_app(
+    settings: ReplicaSettings,
+    *,
+    replicas: int,
+    num_gpus: float = 0.0,
+    api_key_file: str | None = None,
+    admin_key_file: str | None = None,
+) -> Any:
     """A Ray Serve application for a family, to be given to `serve.run` or `serve run`.
 
     Args:
         replicas: how many. num_gpus: of each; 0 on CPUs.
+        api_key_file, admin_key_file: as of `soupkit serve`, on the node of the ingress, which reads
+            them; Ray is told their paths only.
+
+    Raises:
+        ValueError: an argument. SoupkitError: the family cannot be read here. What only a replica
+            finds out is told by `serve status`.
     """
-    running, queued = settings.max_running or 16, settings.max_queue or 512
+    read_keys(api_key_file, admin_key_file)
+    _check(settings, replicas=replicas, num_gpus=num_gpus)
+    # On CPUs all replicas may be on one machine.
+    sharers = replicas if not num_gpus else max(1, math.floor(1 / num_gpus))
     deployed = serve.deployment(FamilyReplica).options(
         num_replicas=replicas,
-        max_ongoing_requests=running + queued,  # the service refuses what is too much
+        max_ongoing_requests=MAX_ONGOING,  # the service refuses what is too much
         ray_actor_options={"num_gpus": num_gpus} if num_gpus else {},
         health_check_period_s=2,
-        request_router_config=RequestRouterConfig(
-            request_router_class=FamilyRouter, request_routing_stats_period_s=STATS_SECONDS
-        ),
+        logging_config={"enable_access_log": False},  # the front asks for the status all the time
+        request_router_config=RequestRouterConfig(request_router_class=NamedRouter),
     )
-    ingress = serve.deployment(Ingress).options(max_ongoing_requests=replicas * (running + queued))
-    return ingress.bind(deployed.bind(asdict(settings)))
+    own = asdict(settings)
+    bound = deployed.bind({**own, "pin": ()}, sharers=sharers, asks_key=api_key_file is not None)
+    return (
+        serve.deployment(Ingress)
+        .options(
+            num_replicas=1,  # it remembers what is unloaded
+            max_ongoing_requests=replicas * MAX_ONGOING,
+        )
+        .bind(own, bound, count=replicas, api_key_file=api_key_file, admin_key_file=admin_key_file)
+    )
