@@ -313,11 +313,6 @@ async def whole_events(parts: AsyncIterable[bytes]) -> AsyncGenerator[bytes, Non
         yield rest
 
 
-async def asked(body: bytes) -> tuple[str, int]:
-    """The model of a body and how many sequences it asks for; a replica tells what is wrong."""
-    return model_of(await read(body))
-
-
 def _admin_fields(body: bytes) -> tuple[str, bool | None]:
     """The variant and whether it is to be pinned; a replica tells what is wrong."""
     found = parsed(body)
