@@ -35,8 +35,16 @@ def ask(url: str, **more: object) -> httpx.Response:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("busy", [True, False])
-def test_a_stopped_rank_has_its_replica_replaced(root: Path, busy: bool) -> None:
+def test_a_stopped_rank_has_its_replica_replaced_slice(root: Path) -> None:
+    check_stopped_rank(root, busy=True)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_while_nobody_asks_has_its_replica_replaced(root: Path) -> None:
+    check_stopped_rank(root, busy=False)
+
+
+def check_stopped_rank(root: Path, *, busy: bool) -> None:
     with fleet(root, early=early(8.0), replicas=1, tensor_parallel=2, max_running=1) as it:
         front, url = it
         first = ask(url)
