@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from soupkit import ExportConfig, SoupConfig
 
@@ -74,6 +74,11 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
         options.export = ExportConfig(options.family, options.name, encoding=options.encoding)
     except ValueError as error:
         parser.error(str(error))
+    try:
+        AutoConfig.from_pretrained(options.base)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        parser.error(f"--base {options.base} is no folder of a model, nor one of the hub: {reason}")
     found = newest_checkpoint(options.out)
     if found and not options.resume:
         parser.error(f"{found} is of an earlier run: add --resume, or choose another --out")

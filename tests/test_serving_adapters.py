@@ -512,7 +512,7 @@ def refusals(root: Path, tmp_path: Path) -> dict[str, Callable[[], object]]:
     pool = make_pool(root, tmp_path / "pool")
     family = root / "family"
     return {
-        "needs pool=": lambda: build_service(family, adapters=tmp_path),
+        "needs --pool": lambda: build_service(family, adapters=tmp_path),
         "no such folder": lambda: build_service(
             family, pool=pool.folder, adapters=tmp_path / "gone"
         ),
@@ -523,7 +523,7 @@ def refusals(root: Path, tmp_path: Path) -> dict[str, Callable[[], object]]:
 
 
 @pytest.mark.parametrize(
-    "reason", ["needs pool=", "no such folder", "without --adapters.*add.ADAPTER, quality=SCORE"]
+    "reason", ["needs --pool", "no such folder", "without --adapters.*add.ADAPTER, quality=SCORE"]
 )
 def test_what_cannot_be_served_is_told_at_the_start(
     root: Path, tmp_path: Path, reason: str

@@ -10,7 +10,7 @@ import pytest
 import serving_kit
 
 PATH = Path(__file__).resolve().parents[1] / "recipes" / "sft_kit.py"
-NEEDED = ["--base", "b", "--data", "d.jsonl", "--family", "f", "--name", "n"]
+NEEDED = ["--data", "d.jsonl", "--family", "f", "--name", "n"]
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,12 @@ def kit() -> ModuleType:
 
 @pytest.fixture
 def parse(kit: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    base = tmp_path / "b"
+    base.mkdir()
+    (base / "config.json").write_text('{"model_type": "llama"}')
+
     def parsed(*more: str):
-        words = ["recipe", *NEEDED, "--out", str(tmp_path / "run"), *more]
+        words = ["recipe", "--base", str(base), *NEEDED, "--out", str(tmp_path / "run"), *more]
         monkeypatch.setattr(sys, "argv", words)
         return kit.parse(kit.flags("A recipe.\nMore of it."))
 
@@ -109,6 +113,8 @@ def test_too_few_examples_are_refused(kit, parse, tmp_path) -> None:
         (("--encoding", "row-x9"), "row-x9"),
         (("--name", "base"), "kept for the base"),
         (("--merge-every", "0"), "merge_every_n_steps"),
+        (("--base", "/no/model"), "--base /no/model is no folder of a model, nor one of the hub"),
+        (("--base", "no/model"), "--base no/model is no folder of a model, nor one of the hub"),
     ],
 )
 def test_what_soupkit_refuses_is_told_before_anything_is_loaded(parse, capsys, words, says) -> None:

@@ -81,7 +81,7 @@ def build_service(
     if pool is not None:
         shelf = Shelf(Path(pool), adapters=None if adapters is None else Path(adapters))
     elif adapters is not None:
-        raise ValueError("adapters= needs pool=, which they come into")
+        raise ValueError("--adapters needs --pool, the folder of the pool that they come into")
     pin_memory = _device(device).type == "cuda"
     catalog = Catalog(Path(family), shelf=shelf, pin_memory=pin_memory)
     unknown = [name for name in pin if name not in catalog.variants]
