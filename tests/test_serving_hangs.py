@@ -13,10 +13,10 @@ from serving_kit import WAIT, add_to_family, make_base, wait_for
 from test_serving_replica_kills import children, fleet, is_alive, long_stream, replicas_of
 
 
-def early(seconds: float) -> str:
+def early(still: float, hang: float = 30.0) -> str:
     return (
         "from soupkit.serving import fleet\n"
-        f"fleet.STILL_SECONDS, fleet.HANG_SECONDS = {seconds}, {seconds}"
+        f"fleet.STILL_SECONDS, fleet.HANG_SECONDS = {still}, {hang}"
     )
 
 
@@ -69,7 +69,7 @@ def check_stopped_rank(root: Path, *, busy: bool) -> None:
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_replica_that_is_stopped_at_its_start_is_started_again(root: Path, whole: bool) -> None:
     """whole: the first rank, at once; else the second, as soon as there is one."""
-    with fleet(root, early=early(6.0), replicas=1, tensor_parallel=2) as (front, url):
+    with fleet(root, early=early(6.0, 6.0), replicas=1, tensor_parallel=2) as (front, url):
         first = ask(url)
         [replica] = children(front.pid)
         os.kill(replica, signal.SIGKILL)
@@ -89,7 +89,7 @@ def test_a_replica_that_is_stopped_at_its_start_is_started_again(root: Path, who
 
 @pytest.mark.slow
 def test_a_front_that_was_stopped_for_long_blames_no_replica(root: Path) -> None:
-    with fleet(root, early=early(1.5), replicas=2) as (front, url):
+    with fleet(root, early=early(1.5, 1.5), replicas=2) as (front, url):
         replicas = children(front.pid)
         os.kill(front.pid, signal.SIGSTOP)
         with pytest.raises(httpx.ReadTimeout):
