@@ -149,7 +149,7 @@ def _wait(
 ) -> tuple[bool, bool, float, bytes]:
     """Holders, the one that answers soonest first."""
     if not beginning:
-        return replica.is_busy, replica.loads(variant), replica.load, index.to_bytes(8)
+        return replica.is_busy, replica.loads(variant), replica.load, index.to_bytes(8, "big")
     parts, place = int(PARTS * replica.load), _place(index, variant, beginning)
     return replica.is_busy, replica.loads(variant), parts, place
 
