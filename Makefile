@@ -1,4 +1,4 @@
-# The two commands of the README: `make demo` and `make test`. Both need only python3 >= 3.10 with venv and pip.
+# The two commands of the README: `make demo` and `make test`. Both need only python3 >= 3.11 with venv and pip.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -26,7 +26,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 .triton-3.6/.installed: | $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .triton-3.6 \
-		triton==3.6.0 "numpy==2.3.5; python_version >= '3.11'"
+		triton==3.6.0 numpy==2.3.5
 	touch $@
 
 old-triton: $(OLD_TRITON)

@@ -133,7 +133,7 @@ class Soak:
                 return True
             self.outcomes["failed at a kill"] += 1
             return False
-        except asyncio.TimeoutError:
+        except TimeoutError:
             outcome = "cancelled"
         except Wrong as error:
             self.violate(f"request {number} to {question.model}: {error}")

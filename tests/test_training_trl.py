@@ -15,7 +15,7 @@ from soupkit.bundle import open_variant
 from soupkit.training import SoupCallback
 from soupkit.verify import verify_family
 
-trl = pytest.importorskip("trl", reason="TRL is installed on Python >= 3.11 only")
+trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
 # TRL and PEFT read attributes that transformers deprecates.

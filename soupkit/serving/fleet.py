@@ -172,7 +172,7 @@ class Fleet:
             self._waiting += 1
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 break
             finally:
                 self._waiting -= 1

@@ -51,7 +51,7 @@ class Gate:
                 return await receive()
             try:
                 got = await asyncio.wait_for(receive(), deadline - loop.time())
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 message = f"the body did not come within {BODY_SECONDS:g} seconds; send it at once"
                 raise HTTPException(408, message, {"connection": "close"}) from None
             is_whole = not got.get("more_body", False)

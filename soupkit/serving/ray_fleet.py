@@ -105,7 +105,7 @@ class RayTransport(httpx.AsyncBaseTransport):
             seconds = request.extensions.get("timeout", {}).get("read")
             first = await asyncio.wait_for(anext(parts), seconds)
             is_over = first is None
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise httpx.ReadTimeout(f"replica {name} does not answer", request=request) from None
         except (*_LOST, StopAsyncIteration) as error:
             raise httpx.ReadError(str(error), request=request) from error

@@ -131,7 +131,7 @@ class Service:
         try:
             admission = shelf.admit(model, most=limits.max_queue)
             await asyncio.wait_for(admission, limits.max_wait_seconds)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise ServingError(f"adapter {model!r} still waits for the pool; ask again") from None
         self._refresh()
         if (ref := self.catalog.variants.get(model)) is None:

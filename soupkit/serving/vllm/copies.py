@@ -207,7 +207,7 @@ class Copies:
 
         try:
             await asyncio.wait_for(gone(), drain_seconds)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             for copy in leaving():
                 await self._engine.abort(sorted(copy.users))
             await gone()
@@ -307,7 +307,7 @@ class Copies:
 
         try:
             await asyncio.wait_for(room(), self._room_seconds)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise NoRoom(
                 f"variant {ref.name!r}: all variants in host memory have requests; try again, or "
                 "give more with --host-cache-bytes"
